@@ -1,0 +1,10 @@
+"""jact: trains JAX and Flax models in a fraction of the activation memory."""
+
+from jact import codecs, memory
+from jact.plan import Plan
+from jact.policy import Policy, Rule
+from jact.transform import compress, grad, make_plan, value_and_grad
+
+__version__ = "0.1.0"
+
+__all__ = ["Plan", "Policy", "Rule", "codecs", "compress", "grad", "make_plan", "memory", "value_and_grad"]

@@ -1,0 +1,21 @@
+"""Codecs: how one array is stored between the forward and the backward pass."""
+
+from jact.codecs.base import Codec
+from jact.codecs.cast import Cast
+from jact.codecs.keep import Keep
+from jact.codecs.mask import Mask
+from jact.codecs.quantize import Quantize
+from jact.codecs.registry import PRESETS, from_json, register, resolve, to_json
+
+__all__ = [
+    "PRESETS",
+    "Cast",
+    "Codec",
+    "Keep",
+    "Mask",
+    "Quantize",
+    "from_json",
+    "register",
+    "resolve",
+    "to_json",
+]

@@ -1,0 +1,102 @@
+"""The only place that touches what differs between JAX versions, or what JAX does not promise.
+
+Everything else in jact is written against `jax`, `jax.extend` and `jax.custom_derivatives`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+from jax.extend import source_info_util
+
+#: Names under which JAX has called the equation of a nested `jax.jit`.
+JIT_PRIMITIVES = frozenset({"jit", "pjit"})
+#: Names under which JAX has called the equation of a `jax.checkpoint` region.
+REMAT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
+#: Frames of these packages are never the line a user wrote.
+_LIBRARY_FRAMES = ("/jax/", "/jaxlib/", "/flax/", "/jact/engine/", "/jact/compat.py", "<frozen")
+
+
+def new_var(aval: Any) -> jex.Var:
+    """A fresh variable of the type `aval`."""
+    return jex.Var(aval)
+
+
+def is_var(atom: Any) -> bool:
+    """Whether an atom of a jaxpr is a variable rather than a literal."""
+    return isinstance(atom, jex.Var)
+
+
+def is_drop_var(var: Any) -> bool:
+    """Whether a variable is the `_` that receives an unused result."""
+    return isinstance(var, jex.DropVar)
+
+
+def extend_name_stack(source_info: Any, outer: Any) -> Any:
+    """`source_info` of an inlined equation, under the name stack of the call it came from."""
+    return source_info.replace(name_stack=outer.name_stack + source_info.name_stack)
+
+
+@contextlib.contextmanager
+def equation_context(eqn: Any) -> Iterator[None]:
+    """Restores the source line, name scopes and configuration an equation was traced under."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+    ):
+        yield
+
+
+def bind_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Applies an equation's primitive to new arguments; always returns a list of results."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with equation_context(eqn):
+        out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def name_scopes(source_info: Any) -> str:
+    """The name stack of an equation, as `jax.named_scope` and Flax wrote it: `jvp(Model)/Block_0`."""
+    return str(source_info.name_stack)
+
+
+def source_line(source_info: Any) -> str:
+    """The user's line that made an equation, as `file.py:12 (function)`; empty when unknown."""
+    traceback = source_info.traceback
+    if traceback is None:
+        return ""
+    for frame in traceback.frames:
+        if not any(part in frame.file_name for part in _LIBRARY_FRAMES):
+            name = frame.file_name.rsplit("/", 1)[-1]
+            return f"{name}:{frame.line_num} ({frame.function_name})"
+    return source_info_util.summarize(source_info)
+
+
+def is_key(aval: Any) -> bool:
+    """Whether a type is that of typed PRNG keys."""
+    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+
+
+def has_explicit_shardings(eqn: Any) -> bool:
+    """Whether a nested `jit` fixes the sharding or layout of an argument or a result."""
+    fields = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
+    values = [v for field in fields for v in eqn.params.get(field, ())]
+    return not all(v is None or type(v).__name__ == "UnspecifiedValue" for v in values)
+
+
+def type_of(x: Any) -> Any:
+    """The abstract type (shape, dtype, weak type, sharding) of a value, or the type itself."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    return x if hasattr(x, "update_weak_type") else jax.typeof(x)
+
+
+def cotangent_type(aval: Any) -> Any:
+    """The type of the cotangents of values of type `aval`."""
+    convert = getattr(aval, "to_ct_aval", None) or aval.to_tangent_aval
+    return convert().strip_weak_type()

@@ -1,0 +1,166 @@
+"""The backward pass: JAX's own, with its residuals made from codes at the moment they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax import lax
+
+from jact import codecs, compat
+from jact.engine import program as programs
+from jact.engine.linearize import Linearized
+from jact.engine.program import Atom, Equation, Var
+from jact.engine.select import Saved
+
+#: How many later values may be decoded before one that is not in use is forgotten, to be decoded anew when needed.
+_WINDOW = 2
+
+
+def inputs_read(linearized: Linearized, saved: Sequence[Saved]) -> list[int]:
+    """Positions of the inputs that the backward pass reads by reference, given what is saved."""
+    stored = {entry.var for entry in saved}
+    producers = programs.Producers(linearized.forward.eqns)
+    residuals = [a for a in linearized.residuals if compat.is_var(a)]
+    _, leaves = producers.cone(residuals, stored.__contains__)
+    read = set(leaves) - stored
+    return [i for i, var in enumerate(linearized.forward.invars) if var in read]
+
+
+def run_backward(
+    linearized: Linearized,
+    saved: Sequence[Saved],
+    inputs: Mapping[int, Any],
+    codes: Sequence[Any],
+    cotangents: Sequence[Any],
+) -> list[Any]:
+    """Computes the gradients.
+
+    Args:
+        linearized: the function.
+        saved: what the forward pass saved.
+        inputs: the inputs that `inputs_read` names, by position.
+        codes: one for each saved value.
+        cotangents: one for each of `linearized.cotangents`.
+
+    Returns:
+        One gradient for each of `linearized.differentiated`.
+    """
+    program = linearized.backward
+    by_reference = {linearized.forward.invars[i]: x for i, x in inputs.items()}
+    residuals = _Residuals(linearized, saved, by_reference, codes)
+    atoms = dict(zip(linearized.residual_inputs, linearized.residuals, strict=True))
+    env = dict(program.consts) | dict(zip(linearized.cotangent_inputs, cotangents, strict=True))
+    # Where an equation reads residuals alone, they wait for the cotangent that was used last.
+    latest: list[Any] = list(cotangents)[:1]
+
+    def fetch(eqn: Equation) -> None:
+        """Puts the residuals that an equation reads into `env`, made after its cotangents."""
+        nonlocal latest
+        operands = programs.operands(eqn)
+        wanted = [v for v in operands if v in atoms]
+        waiting = [v for v in operands if v not in atoms and v not in program.consts]
+        values, waited = residuals.get([atoms[v] for v in wanted], [env[v] for v in waiting] or latest)
+        env.update(zip(wanted, values, strict=True))
+        if waiting:
+            env.update(zip(waiting, waited, strict=True))
+        latest = waited[:1]
+
+    def forget(eqn: Equation) -> None:
+        for var in programs.operands(eqn):
+            if var in atoms:
+                env.pop(var, None)
+
+    eqns = programs.live_equations(program.eqns, program.outvars)
+    programs.evaluate(eqns, env, keep=program.outvars, before=fetch, after=forget)
+    # A gradient may be a residual itself, as that of x in x * w is w where the cotangent is one.
+    direct = [v for v in program.outvars if compat.is_var(v) and v in atoms]
+    values, _ = residuals.get([atoms[v] for v in direct], latest)
+    env.update(zip(direct, values, strict=True))
+    return [programs.read(env, a) for a in program.outvars]
+
+
+class _Residuals:
+    """Makes residuals from codes and from inputs, each at the moment it is asked for.
+
+    A value that was made stays while it is in use, so that readers near each other share one decoding; between
+    readers far apart it is forgotten.
+    """
+
+    def __init__(
+        self,
+        linearized: Linearized,
+        saved: Sequence[Saved],
+        by_reference: Mapping[Var, Any],
+        codes: Sequence[Any],
+    ):
+        self._producers = programs.Producers(linearized.forward.eqns)
+        self._inputs = dict(linearized.forward.consts) | dict(by_reference)
+        self._saved = {entry.var: (entry, code) for entry, code in zip(saved, codes, strict=True)}
+        self._made: dict[Var, Any] = {}
+        self._last_use: dict[Var, int] = {}
+        self._time = 0
+
+    def get(self, wanted: Sequence[Atom], cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The values of residuals, made no earlier than the cotangents.
+
+        Args:
+            wanted: atoms of the forward program.
+            cotangents: what the residuals are wanted for.
+
+        Returns:
+            The values, and the cotangents again: those that readers must use from now on.
+        """
+        missing = [a for a in wanted if compat.is_var(a) and a not in self._inputs and a not in self._made]
+        cotangents = list(cotangents)
+        if missing:
+            cotangents = self._make(missing, cotangents)
+        for atom in wanted:
+            if compat.is_var(atom):
+                self._last_use[atom] = self._time
+        values = [
+            self._inputs[a] if compat.is_var(a) and a in self._inputs else programs.read(self._made, a) for a in wanted
+        ]
+        self._forget()
+        return values, cotangents
+
+    def _make(self, wanted: Sequence[Var], cotangents: list[Any]) -> list[Any]:
+        eqns, leaves = self._producers.cone(wanted, lambda v: v in self._made or v in self._saved)
+        to_decode = [v for v in leaves if v in self._saved and v not in self._made]
+        inputs = [v for v in leaves if v in self._inputs]
+        # Without the barrier XLA would decode everything at once, when the backward pass begins, or share the forward
+        # pass's own copy of what is made again, and keep it alive until here.
+        codes, values, cotangents = lax.optimization_barrier(
+            ([self._saved[v][1] for v in to_decode], [self._inputs[v] for v in inputs], cotangents)
+        )
+        env = dict(zip(inputs, values, strict=True)) | {v: self._made[v] for v in leaves if v in self._made}
+        for var, code in zip(to_decode, codes, strict=True):
+            entry, _ = self._saved[var]
+            env[var] = entry.codec.decode(code, var.aval.shape, var.aval.dtype)
+            self._time += not isinstance(entry.codec, codecs.Keep | codecs.Mask)
+        results = [v for eqn in eqns for v in eqn.outvars]
+        programs.evaluate(eqns, env, keep=results)
+        for var in [*to_decode, *leaves, *results]:
+            if var not in self._inputs:
+                self._made[var] = env[var]
+                self._last_use[var] = self._time
+        return cotangents
+
+    def _forget(self) -> None:
+        for var in [v for v in self._made if self._last_use[v] < self._time - _WINDOW]:
+            del self._made[var], self._last_use[var]
+
+
+def exact_pullback(linearized: Linearized, inputs: Mapping[int, Any], cotangents: Sequence[Any]) -> list[Any]:
+    """The gradients without any code: the function whose derivative a second differentiation takes."""
+    env = dict(linearized.forward.consts) | {linearized.forward.invars[i]: x for i, x in inputs.items()}
+    residuals = [a for a in linearized.residuals if compat.is_var(a)]
+    eqns, _ = programs.Producers(linearized.forward.eqns).cone(residuals, lambda v: False)
+    programs.evaluate(eqns, env, keep=residuals)
+    values = [programs.read(env, a) for a in linearized.residuals]
+    program = linearized.backward
+    env = dict(program.consts) | dict(zip(program.invars, [*values, *cotangents], strict=True))
+    programs.evaluate(programs.live_equations(program.eqns, program.outvars), env, keep=program.outvars)
+    return [programs.read(env, a) for a in program.outvars]
+
+

@@ -1,0 +1,174 @@
+"""A flat function whose backward pass reads codes: trace, select and run, tied together by `jax.custom_vjp`."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from jact.engine import backward, forward
+from jact.engine.graph import Input
+from jact.engine.linearize import Linearized, as_function, linearize
+from jact.engine.select import Saved, select
+from jact.plan import Plan
+from jact.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A function that was traced and analysed: everything that is known before it runs.
+
+    Attributes:
+        linearized: its forward and backward programs.
+        inputs: what is known of its inputs.
+        saved: what is saved, in the order in which the forward pass makes it.
+    """
+
+    linearized: Linearized
+    inputs: tuple[Input, ...]
+    saved: tuple[Saved, ...]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Static:
+    """Carries static information from the forward to the backward rule, next to the arrays."""
+
+    prepared: Prepared
+
+
+def prepare(
+    closed: jex.ClosedJaxpr,
+    values: Sequence[Any],
+    inputs: Sequence[Input],
+    perturbed: Sequence[bool],
+    num_differentiated_outputs: int,
+    policy: Policy | Plan,
+) -> Prepared:
+    """Linearises a traced function and chooses what to save.
+
+    Args:
+        closed: the traced function; its constants count as its first inputs.
+        values: arrays or types of all inputs.
+        inputs: what is known of them.
+        perturbed: for each, whether its gradient is wanted.
+        num_differentiated_outputs: how many of the first results are not auxiliary.
+        policy: how values are stored.
+
+    Returns:
+        What the forward and the backward pass need to know.
+    """
+    linearized = linearize(as_function(closed), values, perturbed, num_differentiated_outputs)
+    return Prepared(linearized, tuple(inputs), tuple(select(linearized, inputs, policy)))
+
+
+def compressed(
+    closed: jex.ClosedJaxpr,
+    inputs: Sequence[Input],
+    num_differentiated_outputs: int,
+    policy: Policy | Plan,
+    name: str,
+) -> Callable[..., list[Any]]:
+    """The traced function with a backward pass that reads codes.
+
+    Args:
+        closed: the traced function.
+        inputs: what is known of its constants and inputs.
+        num_differentiated_outputs: how many of the first results are not auxiliary.
+        policy: how values are stored.
+        name: the user's name of the function, for messages.
+
+    Returns:
+        A function of the constants, followed by the inputs.
+    """
+    plain = as_function(closed)
+
+    @jax.custom_vjp
+    def run(*values: Any) -> list[Any]:
+        return plain(*values)
+
+    def run_forward(*primals: Any) -> tuple[list[Any], Any]:
+        values = [p.value for p in primals]
+        perturbed = [p.perturbed for p in primals]
+        prepared = prepare(closed, values, inputs, perturbed, num_differentiated_outputs, policy)
+        seeds = [_seed(entry.name) for entry in prepared.saved]
+        outputs, codes = forward.run_forward(prepared.linearized, prepared.saved, values, seeds)
+        by_reference = {i: values[i] for i in _inputs_to_keep(prepared)}
+        return outputs, (_Static(prepared), by_reference, codes)
+
+    def run_backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        static, by_reference, codes = residuals
+        linearized = static.prepared.linearized
+        cts = [_instantiate(cotangents[i]) for i in linearized.cotangents]
+        gradients = _pullback(static.prepared, name)(by_reference, codes, cts)
+        result: list[Any] = [None] * len(inputs)
+        for i, gradient in zip(linearized.differentiated, gradients, strict=True):
+            result[i] = gradient
+        return tuple(result)
+
+    run.defvjp(run_forward, run_backward, symbolic_zeros=True)
+    run.__name__ = run.__qualname__ = f"jact.compress({name})"
+    return run
+
+
+def _inputs_to_keep(prepared: Prepared) -> list[int]:
+    """The inputs that are kept by reference.
+
+    A second differentiation needs all that the residuals depend on. Where an input is encoded there can be none, and
+    only what the first one needs is kept.
+    """
+    saved = () if _twice_differentiable(prepared) else prepared.saved
+    return backward.inputs_read(prepared.linearized, saved)
+
+
+def _twice_differentiable(prepared: Prepared) -> bool:
+    return not any(spec.encoded for spec in prepared.inputs)
+
+
+def _pullback(prepared: Prepared, name: str) -> Callable[..., list[Any]]:
+    """The backward pass as a function that can itself be differentiated, exactly.
+
+    Codes are integers, and no derivative passes through them. The derivative of the gradient is therefore that of the
+    plain gradient, computed from the inputs.
+    """
+    linearized, saved = prepared.linearized, prepared.saved
+
+    @jax.custom_jvp
+    def pullback(by_reference: Any, codes: Any, cotangents: Any) -> list[Any]:
+        return backward.run_backward(linearized, saved, by_reference, codes, cotangents)
+
+    @pullback.defjvp
+    def pullback_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        by_reference, codes, cotangents = primals
+        if not _twice_differentiable(prepared):
+            raise NotImplementedError(
+                f"jact.compress({name}) encodes an argument, so its gradient cannot be differentiated again. For "
+                f"second derivatives, keep every argument by reference (keep=...), use jact.grad or "
+                f'jact.value_and_grad on the whole function, or policy="off".'
+            )
+
+        def exact(by_reference: Any, cotangents: Any) -> list[Any]:
+            return backward.exact_pullback(linearized, by_reference, cotangents)
+
+        _, out_tangents = jax.jvp(exact, (by_reference, cotangents), (tangents[0], tangents[2]))
+        return pullback(by_reference, codes, cotangents), out_tangents
+
+    return pullback
+
+
+def _instantiate(cotangent: Any) -> Any:
+    """A cotangent array; JAX passes those that are known to be zero as symbols."""
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def _seed(name: str) -> int:
+    """The static part of a residual's rounding noise: stable, and different for every name."""
+    return zlib.crc32(name.encode())
+

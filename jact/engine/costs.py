@@ -1,0 +1,134 @@
+"""What an operation costs to run again, as data: the one place that says what is dear.
+
+The backward pass runs cheap operations again rather than saving their results. It never runs a *dear* one again,
+unless the policy says so.
+"""
+
+from __future__ import annotations
+
+import math
+
+from jax.extend import core as jex
+
+from jact import compat
+from jact.engine.program import Equation
+
+#: Operations that are never run again: products, convolutions, solvers, sorts, loops, foreign calls and communication.
+DEAR = {
+    "dot_general",
+    "ragged_dot",
+    "ragged_dot_general",
+    "scaled_dot",
+    "conv_general_dilated",
+    "custom_call",
+    "ffi_call",
+    "pallas_call",
+    "mosaic_gpu",
+    "tpu_custom_call",
+    "triton_kernel_call",
+    "scan",
+    "while",
+    "cond",
+    "sort",
+    "top_k",
+    "approx_top_k",
+    "fft",
+    "cholesky",
+    "eig",
+    "eigh",
+    "lu",
+    "qr",
+    "householder_product",
+    "svd",
+    "schur",
+    "hessenberg",
+    "tridiagonal",
+    "tridiagonal_solve",
+    "triangular_solve",
+    "scatter",
+    "scatter-add",
+    "scatter_add",
+    "scatter_mul",
+    "scatter_min",
+    "scatter_max",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "cumlogsumexp",
+    "shard_map",
+    "psum",
+    "psum2",
+    "psum_invariant",
+    "pmax",
+    "pmin",
+    "ppermute",
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "ragged_all_to_all",
+    "reduce_scatter",
+}
+
+#: Operations that grow without bound near some argument: the result of one is never made from a decoded argument.
+SINGULAR = {
+    "log",
+    "log1p",
+    "rsqrt",
+    "sqrt",
+    "cbrt",
+    "pow",
+    "tan",
+    "asin",
+    "acos",
+    "atanh",
+    "acosh",
+    "erf_inv",
+    "lgamma",
+    "digamma",
+    "polygamma",
+}
+
+#: Operations that add two values of the same size: where two streams meet, the sum is saved, not its parts.
+JOINS = {"add", "add_any", "sub"}
+
+#: A reduction to less than this fraction of its operand makes a statistic (a mean, a variance), which is saved exactly.
+STATISTIC_FRACTION = 1 / 16
+
+
+def is_dear(eqn: Equation) -> bool:
+    """Whether an equation is too dear to run again. Calls are as dear as the dearest equation inside."""
+    if eqn.effects or eqn.primitive.name in DEAR:
+        return True
+    return any(is_dear(inner) for jaxpr in jex.jaxprs_in_params(eqn.params) for inner in _equations(jaxpr))
+
+
+def _equations(jaxpr: jex.Jaxpr | jex.ClosedJaxpr) -> list[Equation]:
+    return list(jaxpr.jaxpr.eqns if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr.eqns)
+
+
+def is_batched_product(eqn: Equation) -> bool:
+    """Whether an equation is a product with batch dimensions, such as attention scores."""
+    return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
+
+
+def is_singular(eqn: Equation, inexact: set[jex.Var]) -> bool:
+    """Whether an equation could blow up an error of its `inexact` operands.
+
+    Args:
+        eqn: the equation.
+        inexact: the variables that would be made from decoded values.
+    """
+    if eqn.primitive.name == "div":
+        return eqn.invars[1] in inexact if compat.is_var(eqn.invars[1]) else False
+    if eqn.primitive.name == "integer_pow":
+        return eqn.params["y"] < 0
+    return eqn.primitive.name in SINGULAR
+
+
+def is_statistic(eqn: Equation) -> bool:
+    """Whether an equation reduces an array to something much smaller, as a mean or a variance does."""
+    if not eqn.primitive.name.startswith(("reduce_", "argm", "squeeze_", "rms")):
+        return False
+    largest = max((math.prod(a.aval.shape) for a in eqn.invars), default=0)
+    return math.prod(eqn.outvars[0].aval.shape) <= largest * STATISTIC_FRACTION

@@ -1,0 +1,77 @@
+"""The forward pass: the function itself, run once, and the codes of what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jact import codecs, compat
+from jact.engine import costs
+from jact.engine import program as programs
+from jact.engine.linearize import Linearized
+from jact.engine.program import Equation
+from jact.engine.select import Saved
+
+
+def run_forward(
+    linearized: Linearized, saved: Sequence[Saved], inputs: Sequence[Any], seeds: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Runs the function and encodes what the backward pass needs.
+
+    Args:
+        linearized: the function.
+        saved: the values to save, in the order in which they are made.
+        inputs: arrays, one for each input.
+        seeds: of the rounding noise, one for each saved value.
+
+    Returns:
+        The function's results and one code for each saved value.
+    """
+    program = linearized.forward
+    env = dict(program.consts) | dict(zip(program.invars, inputs, strict=True))
+    index = {entry.var: i for i, entry in enumerate(saved)}
+    codes: list[Any] = [None] * len(saved)
+    unsettled: list[int] = []
+
+    def encode(var: Any) -> None:
+        if (i := index.get(var)) is None:
+            return
+        codes[i] = saved[i].codec.encode(lax.stop_gradient(env[var]), seeds[i])
+        # What is saved as it is needs no haste: it is its own code.
+        if not isinstance(saved[i].codec, codecs.Keep):
+            unsettled.append(i)
+
+    def settle(eqn: Equation) -> None:
+        """Makes a dear operation wait for the codes so far.
+
+        Left alone, XLA may put the encoding off until the backward pass, and keep the full arrays until then.
+        """
+        waiting = [v for v in programs.operands(eqn) if _can_wait(env[v])]
+        if not unsettled or not waiting or not costs.is_dear(eqn):
+            return
+        values, new_codes = lax.optimization_barrier(([env[v] for v in waiting], [codes[i] for i in unsettled]))
+        env.update(zip(waiting, values, strict=True))
+        for i, code in zip(unsettled, new_codes, strict=True):
+            codes[i] = code
+        unsettled.clear()
+
+    for var in program.invars:
+        encode(var)
+    wanted = [*linearized.outputs, *index]
+    programs.evaluate(
+        programs.live_equations(program.eqns, wanted),
+        env,
+        keep=linearized.outputs,
+        before=settle,
+        after=lambda eqn: [encode(var) for var in eqn.outvars] and None,
+    )
+    outputs = [programs.read(env, a) for a in linearized.outputs]
+    return outputs, codes
+
+
+def _can_wait(value: Any) -> bool:
+    """Whether a value may pass through an optimization barrier."""
+    return jax.numpy.issubdtype(compat.type_of(value).dtype, jax.numpy.inexact)

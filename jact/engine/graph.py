@@ -1,0 +1,320 @@
+"""The values of a forward pass: what each is made of, what it is called, and how it would be stored.
+
+A value is *made* when a dear operation or an encoded input stands behind it; other values follow cheaply from the
+arguments that are kept by reference anyway and are never saved. Some made values are *pinned*: they are never made
+again from what was saved, so that they, or something that follows from them, must be saved themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jact import codecs, compat
+from jact.codecs import Codec
+from jact.engine import costs
+from jact.engine.linearize import Linearized
+from jact.engine.program import Equation, Var
+from jact.policy import Action, Policy
+
+
+class Origin(enum.Enum):
+    """Where a value comes from, when it is not from a single differentiated argument."""
+
+    GENERATED = "made from no input at all"
+    DATA = "made from data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """What the engine needs to know of one input of a function.
+
+    Attributes:
+        name: how the user would write it, such as `args[1]['image']`.
+        argument: identifies the differentiated argument that the input belongs to; None for every other input.
+        encoded: whether it is an activation, to be encoded, rather than kept by reference.
+    """
+
+    name: str
+    argument: int | None = None
+    encoded: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """One made value of the forward pass.
+
+    Attributes:
+        var: its variable in the forward program.
+        path: module path and primitive of the equation that made it.
+        line: the user's line that made it.
+        pinned: why it is never made again from saved values; empty when it may be.
+        roots: the pinned, inexactly stored values that it would be made from.
+        exact: why it would be saved exactly; empty when a codec would store it.
+        codec: what would store it.
+        origin: see `Origin`; otherwise the argument of `Input.argument`.
+    """
+
+    var: Var
+    path: str
+    line: str
+    pinned: str
+    roots: frozenset[Var]
+    exact: str
+    codec: Codec
+    origin: Origin | int
+
+    @property
+    def aval(self) -> Any:
+        """The type of the value."""
+        return self.var.aval
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the value itself."""
+        return raw_bytes(self.aval)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of its code."""
+        return self.codec.nbytes(self.aval.shape, self.aval.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """The made values of a function's forward pass.
+
+    Attributes:
+        values: by variable, in the order in which they are made.
+        names: the names of the pinned values.
+        edges: pairs (operand, result) of made values where the result is cheap to make again from the operands.
+    """
+
+    values: dict[Var, Value]
+    names: dict[Var, str]
+    edges: list[tuple[Var, Var]]
+
+
+def raw_bytes(aval: Any) -> int:
+    """Bytes of an array of a type, as XLA stores it."""
+    return codecs.Keep().nbytes(aval.shape, aval.dtype)
+
+
+def build(linearized: Linearized, inputs: Sequence[Input], policy: Policy) -> Graph:
+    """Analyses a forward program.
+
+    Args:
+        linearized: the function.
+        inputs: one for each of the forward program's inputs.
+        policy: says how each value would be stored, and which dear operations may be run again.
+
+    Returns:
+        The graph of made values.
+    """
+    return _Builder(linearized, inputs, policy).build()
+
+
+class _Builder:
+    """The state of `build`."""
+
+    def __init__(self, linearized: Linearized, inputs: Sequence[Input], policy: Policy):
+        self.program = linearized.forward
+        self.inputs = inputs
+        self.policy = policy
+        self.graph = Graph({}, {}, [])
+        self.origins: dict[Var, Origin | int] = {}
+        self.counts: Counter[str] = Counter()
+
+    def build(self) -> Graph:
+        self.origins.update(dict.fromkeys(self.program.consts, Origin.DATA))
+        for var, spec in zip(self.program.invars, self.inputs, strict=True):
+            self.origins[var] = Origin.DATA if spec.argument is None or spec.encoded else spec.argument
+            if spec.encoded:
+                self._add(var, spec.name, "", "an input", frozenset(), Origin.DATA)
+        for eqn in self.program.eqns:
+            if eqn.primitive.name == "optimization_barrier":
+                self._visit_identities(eqn)
+            else:
+                self._visit(eqn)
+        return self.graph
+
+    def _visit_identities(self, eqn: Equation) -> None:
+        """A barrier's results are its operands one by one; taken together they would all depend on each other."""
+        for operand, out in zip(eqn.invars, eqn.outvars, strict=True):
+            made = self.graph.values.get(operand) if compat.is_var(operand) else None
+            self.origins[out] = self.origins[operand] if compat.is_var(operand) else Origin.GENERATED
+            if made is not None:
+                self.graph.values[out] = dataclasses.replace(made, var=out, pinned="")
+                self.graph.edges.append((operand, out))
+
+    def _visit(self, eqn: Equation) -> None:
+        operands = [a for a in eqn.invars if compat.is_var(a)]
+        made = [self.graph.values[v] for v in operands if v in self.graph.values]
+        base = f"{module_path(eqn)}{eqn.primitive.name}"
+        dear = self._is_dear(eqn, base)
+        origin = self._origin(operands, dear)
+        roots = frozenset().union(*(self._roots(m) for m in made))
+        for out in eqn.outvars:
+            if compat.is_drop_var(out):
+                continue
+            self.origins[out] = origin
+            if not dear and not made:
+                continue
+            pinned = self._why_pinned(eqn, out, dear, roots)
+            self._add(out, base, compat.source_line(eqn.source_info), pinned, roots, origin, costs.is_statistic(eqn))
+            if not pinned:
+                self.graph.edges.extend((m.var, out) for m in made)
+        if eqn.primitive.name == "name":
+            self._tag(eqn, roots)
+
+    def _is_dear(self, eqn: Equation, base: str) -> bool:
+        if not costs.is_dear(eqn):
+            return False
+        if eqn.effects:
+            return True
+        aval = eqn.outvars[0].aval
+        if self.policy.action(self._numbered(base), aval.shape, aval.dtype) == "recompute":
+            return False
+        # Scores are cheap next to what saving them costs; a product with weights is not.
+        scores = costs.is_batched_product(eqn) and all(
+            compat.is_var(a) and a in self.graph.values and self._roots(self.graph.values[a]) for a in eqn.invars
+        )
+        return not scores
+
+    def _origin(self, operands: Sequence[Var], dear: bool) -> Origin | int:
+        """Weights stay weights under cheap operations, and under dear ones that involve nothing else."""
+        origins = {self.origins[v] for v in operands}
+        if not dear:
+            origins.discard(Origin.GENERATED)
+        if not origins:
+            return Origin.DATA if dear else Origin.GENERATED
+        origin = origins.pop()
+        return Origin.DATA if origins or origin is Origin.GENERATED else origin
+
+    def _roots(self, value: Value) -> frozenset[Var]:
+        """What inexactly stored values a reader of `value` would depend on."""
+        if value.pinned:
+            return frozenset() if value.exact else frozenset({value.var})
+        return value.roots
+
+    def _why_pinned(self, eqn: Equation, out: Var, dear: bool, roots: frozenset[Var]) -> str:
+        if dear:
+            return "a dear operation"
+        if not roots:
+            return ""
+        if not jnp.issubdtype(out.aval.dtype, jnp.inexact):
+            return "a discrete value"
+        if costs.is_statistic(eqn):
+            return "a statistic"
+        inexact = {v for v, value in self._made(eqn) if self._roots(value)}
+        if costs.is_singular(eqn, inexact):
+            return "a singular function"
+        if eqn.primitive.name in costs.JOINS and self._joins_streams(eqn, out):
+            return "a sum of streams"
+        return ""
+
+    def _made(self, eqn: Equation) -> list[tuple[Var, Value]]:
+        values = self.graph.values
+        return [(a, values[a]) for a in eqn.invars if compat.is_var(a) and a in values]
+
+    def _joins_streams(self, eqn: Equation, out: Var) -> bool:
+        parts = [self._roots(value) for var, value in self._made(eqn) if var.aval.shape == out.aval.shape]
+        return len(parts) == 2 and bool(parts[0] - parts[1]) and bool(parts[1] - parts[0])
+
+    def _add(
+        self,
+        var: Var,
+        base: str,
+        line: str,
+        pinned: str,
+        roots: frozenset[Var],
+        origin: Origin | int,
+        statistic: bool = False,
+    ) -> None:
+        name = base
+        if pinned:
+            name = self._numbered(base)
+            self.counts[base] += 1
+            self.graph.names[var] = name
+        if not pinned and not roots:
+            exact = "follows from exact values"
+        elif pinned != "an input" and isinstance(origin, int):
+            exact = "made of weights alone"
+        elif statistic:
+            exact = "a statistic"
+        else:
+            exact = ""
+        codec: Codec = codecs.Keep()
+        if not exact:
+            codec, exact = self._storage(self._policy_name(name, roots, pinned), var.aval)
+        elif var.aval.dtype == jnp.bool_:
+            codec = _mask_if_it_pays(var.aval)
+        self.graph.values[var] = Value(var, base, line, pinned, roots, exact, codec, origin)
+
+    def _policy_name(self, name: str, roots: frozenset[Var], pinned: str) -> str:
+        """A value that follows from one root goes by the root's name, which is the more stable one."""
+        if not pinned and len(roots) == 1:
+            return self.graph.names[next(iter(roots))]
+        return name
+
+    def _storage(self, name: str, aval: Any) -> tuple[Codec, str]:
+        """How the policy stores a value, and why exactly if it does."""
+        if aval.dtype == jnp.bool_:
+            return _mask_if_it_pays(aval), "a mask"
+        if not jnp.issubdtype(aval.dtype, jnp.inexact):
+            return codecs.Keep(), "not a float"
+        size = raw_bytes(aval)
+        if size < self.policy.min_bytes:
+            return codecs.Keep(), "small"
+        action = self.policy.action(name, aval.shape, aval.dtype)
+        return storage(action, aval)
+
+    def _numbered(self, base: str) -> str:
+        return f"{base}:{self.counts[base]}" if self.counts[base] else base
+
+    def _tag(self, eqn: Equation, roots: frozenset[Var]) -> None:
+        """`checkpoint_name` names the value that its operand follows from."""
+        if len(roots) != 1:
+            return
+        (root,) = roots
+        tag = f"{module_path(eqn)}{eqn.params['name']}"
+        name = self._numbered(tag)
+        self.counts[tag] += 1
+        self.graph.names[root] = name
+        for var in (root, *eqn.outvars):
+            value = self.graph.values[var]
+            if not value.exact or value.exact == "the policy keeps it":
+                codec, exact = self._storage(name, value.aval)
+                self.graph.values[var] = dataclasses.replace(value, codec=codec, exact=exact)
+
+
+def storage(action: Action, aval: Any) -> tuple[Codec, str]:
+    """The codec that an action asks for, where it can be used and pays, and otherwise why the value stays exact."""
+    if isinstance(action, str):
+        return codecs.Keep(), "the policy keeps it"
+    if not action.supports(aval.shape, aval.dtype):
+        return codecs.Keep(), f"{action.name} does not store such arrays"
+    if action.nbytes(aval.shape, aval.dtype) >= raw_bytes(aval):
+        return codecs.Keep(), f"{action.name} would not be smaller"
+    return action, ""
+
+
+def _mask_if_it_pays(aval: Any) -> Codec:
+    mask = codecs.Mask()
+    return mask if mask.nbytes(aval.shape, aval.dtype) < math.prod(aval.shape) else codecs.Keep()
+
+
+def module_path(eqn: Equation) -> str:
+    """The name scopes of an equation without JAX's transformations, ending in a slash unless empty."""
+    scopes = compat.name_scopes(eqn.source_info)
+    # "transpose(jvp(Model))/Block_0" and "jvp()/Block_0" both lose their wrappers.
+    while (plain := re.sub(r"\w+\(([^()]*)\)", r"\1", scopes)) != scopes:
+        scopes = plain
+    return "".join(part + "/" for part in scopes.split("/") if part)

@@ -1,0 +1,151 @@
+"""Which values to save: a minimum cut between what cannot be made again and what the backward pass reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+
+from jact import compat
+from jact.codecs import Codec
+from jact.engine import graph as graphs
+from jact.engine.graph import Graph, Input, Value
+from jact.engine.linearize import Linearized
+from jact.engine.mincut import minimum_cut
+from jact.engine.program import Var
+from jact.plan import Plan
+from jact.policy import Policy
+
+#: Bytes that each further saved array counts for, so that of two equal choices the one with fewer arrays wins.
+_BYTES_PER_ARRAY = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """One value that the forward pass saves for the backward pass.
+
+    Attributes:
+        name: its stable name: that of the dear operation it follows from.
+        value: the value.
+        codec: how it is stored.
+        exact: why it is stored exactly; empty when a codec of the policy stores it.
+        reason: why it, or something it follows from, could not be made again.
+    """
+
+    name: str
+    value: Value
+    codec: Codec
+    exact: str
+    reason: str
+
+    @property
+    def var(self) -> Var:
+        """Its variable in the forward program."""
+        return self.value.var
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the value itself."""
+        return self.value.raw_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of what is saved of it."""
+        return self.codec.nbytes(self.value.aval.shape, self.value.aval.dtype)
+
+
+def select(linearized: Linearized, inputs: Sequence[Input], policy: Policy | Plan) -> list[Saved]:
+    """Chooses the values to save, in the order in which the forward pass makes them.
+
+    Args:
+        linearized: the function.
+        inputs: what is known of its inputs.
+        policy: how values are stored. A plan stores the values that its basis chooses.
+
+    Returns:
+        The cheapest set of values from which, and from the inputs kept by reference, every residual follows by
+        cheap operations.
+
+    Raises:
+        ValueError: when a plan was made for another function; names what differs.
+    """
+    basis = policy.basis if isinstance(policy, Plan) else policy
+    graph = graphs.build(linearized, inputs, basis)
+    _warn_of_unused_rules(graph, basis)
+    chosen = choose(graph, linearized)
+    saved = _name(graph, [v for v in graph.values if v in chosen])
+    return _apply(policy, saved) if isinstance(policy, Plan) else saved
+
+
+def choose(graph: Graph, linearized: Linearized) -> set[Var]:
+    """The variables to save: the minimum cut, with capacities in bytes after encoding."""
+    needed = [a for a in linearized.residuals if compat.is_var(a) and a in graph.values]
+    relevant = _ancestors(graph, needed)
+    capacities = {v: graph.values[v].stored_bytes + _BYTES_PER_ARRAY for v in graph.values if v in relevant}
+    edges = [(u, v) for u, v in graph.edges if u in relevant and v in relevant]
+    pinned = [v for v in relevant if graph.values[v].pinned]
+    return minimum_cut(capacities, edges, pinned, needed)
+
+
+def _ancestors(graph: Graph, needed: Sequence[Var]) -> set[Var]:
+    """The needed values and all that they can be made from."""
+    relevant = set(needed)
+    for u, v in reversed(graph.edges):
+        if v in relevant:
+            relevant.add(u)
+    return relevant
+
+
+def _name(graph: Graph, chosen: Sequence[Var]) -> list[Saved]:
+    """Gives each chosen value the name of its root, or one of its own where that is taken."""
+    taken: set[str] = set()
+    saved = []
+    for var in chosen:
+        value = graph.values[var]
+        reason = value.pinned
+        name = graph.names.get(var)
+        if name is None and len(value.roots) == 1:
+            (root,) = value.roots
+            name, reason = graph.names[root], graph.values[root].pinned
+        name = name or value.path
+        if name in taken:
+            name = value.path
+        count = 0
+        while name in taken:
+            count += 1
+            name = f"{value.path}:{count}"
+        taken.add(name)
+        saved.append(Saved(name, value, value.codec, value.exact, reason or "follows from several values"))
+    return saved
+
+
+def _warn_of_unused_rules(graph: Graph, policy: Policy) -> None:
+    names = [(graph.names.get(v) or value.path, value.aval.shape, value.aval.dtype) for v, value in graph.values.items()]
+    for rule in policy.unused_rules(names):
+        warnings.warn(f"the rule for {rule.name!r} matches no residual of the function", stacklevel=2)
+
+
+def _apply(plan: Plan, saved: Sequence[Saved]) -> list[Saved]:
+    """Stores each value as the plan says."""
+    by_name = plan.codecs
+    missing = [s.name for s in saved if not s.exact and s.name not in by_name]
+    unknown = sorted(set(by_name) - {s.name for s in saved})
+    if missing or unknown:
+        raise ValueError(
+            "the plan was made for another function: "
+            f"it lacks {', '.join(missing) or 'nothing'}; it alone has {', '.join(unknown) or 'nothing'}"
+        )
+    result = []
+    for entry in saved:
+        if entry.exact:
+            result.append(entry)
+            continue
+        codec, exact = graphs.storage(by_name[entry.name], entry.value.aval)
+        result.append(dataclasses.replace(entry, codec=codec, exact=exact))
+    return result
+
+
+def plan_of(saved: Sequence[Saved], policy: Policy | Plan) -> Plan:
+    """The plan that a selection amounts to: its encoded values and their codecs."""
+    basis = policy.basis if isinstance(policy, Plan) else policy
+    return Plan(tuple((s.name, s.codec) for s in saved if not s.exact), basis)

@@ -1,0 +1,122 @@
+"""From a user's function and arguments to a flat traced function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+
+from jact import compat
+from jact.engine.graph import Input
+from jact.engine.linearize import is_differentiable
+
+
+class Traced:
+    """A function traced at some arguments.
+
+    Attributes:
+        name: the function's name.
+        closed: the traced function; what it closes over are its constants.
+        values: the constants and the array arguments, in the order of `closed`.
+        inputs: what the engine needs to know of each of `values`.
+        num_differentiated_outputs: how many of the first results are not auxiliary.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_kept: Callable[[int | str], bool],
+        has_aux: bool = False,
+        differentiated: Sequence[int] = (),
+    ):
+        paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        leaves = [leaf for _, leaf in paths]
+        arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        self._static_outputs: dict[int, Any] = {}
+        self._out_tree: Any = None
+        self.num_differentiated_outputs = 0
+
+        def flat(*values: Any) -> list[Any]:
+            full = list(leaves)
+            for i, value in zip(arrays, values, strict=True):
+                full[i] = value
+            new_args, new_kwargs = jax.tree.unflatten(tree, full)
+            return self._flatten_output(fun(*new_args, **new_kwargs), has_aux)
+
+        self.name = function_name(fun)
+        array_leaves = [leaves[i] for i in arrays]
+        self.closed: jex.ClosedJaxpr = jax.make_jaxpr(flat)(*map(compat.type_of, array_leaves))
+        self.values = [*self.closed.consts, *array_leaves]
+        self.inputs = [Input(f"closed over: {_describe(c)}") for c in self.closed.consts]
+        for i in arrays:
+            self.inputs.append(self._input(paths[i][0], leaves[i], is_kept, differentiated))
+
+    def _input(
+        self, path: Any, leaf: Any, is_kept: Callable[[int | str], bool], differentiated: Sequence[int]
+    ) -> Input:
+        # A path is the position in (args, kwargs), then the position or the name, then the path within the argument.
+        where = path[1].idx if hasattr(path[1], "idx") else path[1].key
+        name = ("args" if path[0].idx == 0 else "kwargs") + jax.tree_util.keystr(path[1:])
+        encoded = not is_kept(where) and _is_activation(compat.type_of(leaf))
+        weights = isinstance(where, int) and (where in differentiated)
+        return Input(name, where if weights else None, encoded)
+
+    def _flatten_output(self, out: Any, has_aux: bool) -> list[Any]:
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                "with has_aux=True the function must return a pair (output, auxiliary data), "
+                f"got {type(out).__name__}"
+            )
+        leaves, self._out_tree = jax.tree.flatten(out)
+        num_main = len(jax.tree.leaves(out[0])) if has_aux else len(leaves)
+        # The output itself may be a Python number, as for JAX; auxiliary data may be anything.
+        traced = [
+            _is_array(leaf) or (i < num_main and isinstance(leaf, int | float | complex))
+            for i, leaf in enumerate(leaves)
+        ]
+        self._static_outputs = {i: leaf for i, leaf in enumerate(leaves) if not traced[i]}
+        self.num_differentiated_outputs = sum(traced[:num_main])
+        return [leaf for leaf, is_traced in zip(leaves, traced, strict=True) if is_traced]
+
+    def unflatten(self, arrays: Sequence[Any]) -> Any:
+        """The function's output, from its arrays."""
+        rest = iter(arrays)
+        count = len(arrays) + len(self._static_outputs)
+        leaves = [self._static_outputs[i] if i in self._static_outputs else next(rest) for i in range(count)]
+        return jax.tree.unflatten(self._out_tree, leaves)
+
+
+
+def function_name(fun: Callable[..., Any]) -> str:
+    """What a user calls a function."""
+    return getattr(fun, "__name__", None) or type(fun).__name__
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether a leaf is traced; every other leaf is static."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return True
+    return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV" and _has_jax_type(leaf)
+
+
+def _has_jax_type(leaf: Any) -> bool:
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_activation(aval: Any) -> bool:
+    """Whether an input that is not kept by reference is one to encode."""
+    return not compat.is_key(aval) and is_differentiable(aval.dtype)
+
+
+def _describe(const: Any) -> str:
+    aval = compat.type_of(const)
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"

@@ -1,0 +1,77 @@
+"""Plans: the frozen result of applying a policy to a function, one codec for each named residual."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jact import codecs, policy
+from jact.codecs import Codec
+from jact.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which residuals of a function are saved, and how each is stored.
+
+    Plans are hashable, equal when they say the same, and can take the place of a policy. They do not depend on batch
+    sizes, so a plan made for one batch serves for another.
+
+    Attributes:
+        entries: pairs of a residual's name and its codec, in the order in which the forward pass makes them.
+        basis: the policy that chose *which* values are saved. Replacing an entry's codec does not change that choice.
+
+    >>> import jact, jax.numpy as jnp
+    >>> def loss(w, x):
+    ...     return jnp.sum(jnp.tanh(x @ w) ** 2)
+    >>> plan = jact.make_plan(loss, "int4")(jnp.ones((64, 64)), jnp.ones((256, 64)))
+    >>> plan.bits
+    {'dot_general': 'int4'}
+    >>> jact.Plan.from_json(plan.to_json()) == plan
+    True
+    """
+
+    entries: tuple[tuple[str, Codec], ...]
+    basis: Policy
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.entries]
+        repeated = sorted({n for n in names if names.count(n) > 1})
+        if repeated:
+            raise ValueError(f"entries name residuals more than once: {', '.join(repeated)}")
+
+    @property
+    def codecs(self) -> dict[str, Codec]:
+        """The codec of each residual, by name."""
+        return dict(self.entries)
+
+    @property
+    def bits(self) -> dict[str, str]:
+        """The codec's short name for each residual, by name."""
+        return {name: codec.name for name, codec in self.entries}
+
+    def replace(self, changes: Mapping[str, Codec | str]) -> Plan:
+        """The plan with other codecs for some residuals.
+
+        Raises:
+            ValueError: when a name is not in the plan.
+        """
+        unknown = sorted(set(changes) - set(self.codecs))
+        if unknown:
+            raise ValueError(f"the plan has no residual named {', '.join(unknown)}; it has {', '.join(self.codecs)}")
+        entries = ((n, codecs.resolve(changes[n]) if n in changes else c) for n, c in self.entries)
+        return Plan(tuple(entries), self.basis)
+
+    def to_json(self) -> str:
+        """The plan as a JSON document."""
+        entries = [{"name": name, "codec": codecs.to_json(codec)} for name, codec in self.entries]
+        return json.dumps({"basis": policy.to_json(self.basis), "entries": entries}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote."""
+        data: dict[str, Any] = json.loads(text)
+        entries = tuple((e["name"], codecs.from_json(e["codec"])) for e in data["entries"])
+        return cls(entries, policy.from_json(data["basis"]))

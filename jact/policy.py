@@ -1,0 +1,137 @@
+"""Policies: which codec stores which residual."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from jact import codecs
+from jact.codecs import Codec
+
+#: What a rule may say besides a codec.
+type Action = Codec | Literal["keep", "recompute"]
+
+#: The presets that name a policy: "off" leaves the function alone, the others store every residual with one codec.
+PRESETS = ("off", "int8", "int4", "int2", "int1", "bf16", "fp8", "fp8_e5m2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Says how the residuals that match it are stored.
+
+    Attributes:
+        name: a pattern (as in `fnmatch`) for the residual's name or for its last parts: `"Conv_1/*"` matches
+            `Net/Block_3/Conv_1/conv_general_dilated`.
+        codec: a codec, a preset's name, `"keep"` (save exactly) or `"recompute"` (run the operation again in the
+            backward pass, however dear it is).
+        dtype: only residuals of this dtype; any when None.
+        rank: only residuals of this number of axes; any when None.
+        min_size: only residuals of at least this many elements.
+        max_size: only residuals of at most this many elements; any when None.
+
+    >>> import jact
+    >>> rule = jact.Rule("attention/*", "int8", rank=4)
+    >>> rule.matches("Model/attention/dot_general", (8, 16, 2, 32), "float32")
+    True
+    """
+
+    name: str
+    codec: Action | str
+    dtype: Any = None
+    rank: int | None = None
+    min_size: int = 0
+    max_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.codec not in ("keep", "recompute"):
+            object.__setattr__(self, "codec", codecs.resolve(self.codec))
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", str(jnp.dtype(self.dtype)))
+
+    def matches(self, name: str, shape: tuple[int, ...], dtype: Any) -> bool:
+        """Whether a residual of this name, shape and dtype falls under the rule."""
+        size = 1
+        for n in shape:
+            size *= n
+        return (
+            (self.dtype is None or self.dtype == str(dtype))
+            and (self.rank is None or self.rank == len(shape))
+            and self.min_size <= size
+            and (self.max_size is None or size <= self.max_size)
+            and (fnmatch.fnmatchcase(name, self.name) or fnmatch.fnmatchcase(name, "*/" + self.name))
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Ordered rules and a default: the first rule that matches a residual decides.
+
+    Attributes:
+        rules: the rules, most important first.
+        default: the codec (or preset name, or `"keep"`) of residuals that no rule matches.
+        min_bytes: residuals of fewer bytes are saved exactly. Small arrays cost little, and are often what the
+            gradient is most sensitive to (biases, statistics, logits).
+
+    Raises:
+        ValueError: for an unknown preset or a negative `min_bytes`.
+
+    >>> import jact
+    >>> policy = jact.Policy(rules=[jact.Rule("head/*", "keep")], default="int4")
+    >>> policy.action("Model/head/dot_general", (128, 1000), "float32")
+    'keep'
+    >>> policy.action("Model/body/dot_general", (128, 1000), "float32").name
+    'int4'
+    """
+
+    rules: tuple[Rule, ...] = ()
+    default: Action | str = "int4"
+    min_bytes: int = 16384
+
+    def __post_init__(self) -> None:
+        rules = tuple(self.rules)
+        for rule in rules:
+            if not isinstance(rule, Rule):
+                raise TypeError(f"rules must be jact.Rule objects, got {rule!r}")
+        object.__setattr__(self, "rules", rules)
+        if self.default == "recompute":
+            raise ValueError('default must be a codec, a preset or "keep"; "recompute" is for rules')
+        if self.default != "keep":
+            object.__setattr__(self, "default", codecs.resolve(self.default))
+        if self.min_bytes < 0:
+            raise ValueError(f"min_bytes must not be negative, got {self.min_bytes}")
+
+    def action(self, name: str, shape: tuple[int, ...], dtype: Any) -> Action:
+        """What the policy says of a residual: a codec, `"keep"` or `"recompute"`."""
+        for rule in self.rules:
+            if rule.matches(name, shape, dtype):
+                return rule.codec  # type: ignore[return-value]
+        return self.default  # type: ignore[return-value]
+
+    def unused_rules(self, residuals: Iterable[tuple[str, tuple[int, ...], Any]]) -> list[Rule]:
+        """The rules that match none of the residuals, each given as (name, shape, dtype)."""
+        residuals = list(residuals)
+        return [rule for rule in self.rules if not any(rule.matches(*r) for r in residuals)]
+
+
+def to_json(policy: Policy) -> dict[str, Any]:
+    """A policy as JSON objects; `from_json` is its inverse."""
+
+    def action(value: Any) -> Any:
+        return value if isinstance(value, str) else codecs.to_json(value)
+
+    rules = [dataclasses.asdict(r) | {"codec": action(r.codec)} for r in policy.rules]
+    return {"rules": rules, "default": action(policy.default), "min_bytes": policy.min_bytes}
+
+
+def from_json(data: dict[str, Any]) -> Policy:
+    """The policy that `to_json` wrote."""
+
+    def action(value: Any) -> Any:
+        return value if isinstance(value, str) else codecs.from_json(value)
+
+    rules = tuple(Rule(**(r | {"codec": action(r["codec"])})) for r in data["rules"])
+    return Policy(rules=rules, default=action(data["default"]), min_bytes=data["min_bytes"])

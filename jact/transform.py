@@ -1,0 +1,312 @@
+"""The public transformations: `compress`, `grad` and `value_and_grad`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import jax
+
+from jact.codecs import Codec
+from jact.engine.compressed import Prepared, compressed, prepare
+from jact.engine.select import plan_of
+from jact.engine.trace import Traced, function_name
+from jact.plan import Plan
+from jact.policy import PRESETS, Policy
+
+type PolicyLike = str | Codec | Policy | Plan
+
+
+def resolve_policy(policy: PolicyLike) -> Policy | Plan | None:
+    """The policy that a user's `policy` argument stands for; None for "off".
+
+    Raises:
+        ValueError: for an unknown preset; names the presets.
+        TypeError: for anything that is not a preset, codec, policy or plan.
+    """
+    if isinstance(policy, Policy | Plan):
+        return policy
+    if isinstance(policy, str):
+        if policy == "off":
+            return None
+        if policy not in PRESETS:
+            raise ValueError(f"policy must be one of {', '.join(PRESETS)}, or an object; got {policy!r}")
+        return Policy(default=policy)
+    if isinstance(policy, Codec):
+        return Policy(default=policy)
+    raise TypeError(f"policy must be a preset's name, a codec, a jact.Policy or a jact.Plan; got {policy!r}")
+
+
+@overload
+def compress[**P, R](
+    fun: Callable[P, R], policy: PolicyLike = "int4", *, keep: int | str | Sequence[int | str] = (0,)
+) -> Callable[P, R]: ...
+
+
+@overload
+def compress(
+    *, policy: PolicyLike = "int4", keep: int | str | Sequence[int | str] = (0,)
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+
+
+def compress(
+    fun: Callable[..., Any] | None = None,
+    policy: PolicyLike = "int4",
+    *,
+    keep: int | str | Sequence[int | str] = (0,),
+) -> Callable[..., Any]:
+    """Makes a part of a model save its residuals compressed when it is differentiated.
+
+    The result is called like `fun` and returns exactly what `fun` returns. When it is differentiated in reverse mode,
+    by `jax.grad` or `jax.vjp`, its backward pass reads codes in the place of full activations. Arguments that are
+    arrays (at any depth of a pytree) are traced; all others, such as Python numbers, strings and functions, are static,
+    as they are for `fun` itself.
+
+    Args:
+        fun: the function. Omitted, the result is a decorator.
+        policy: how residuals are stored: a preset ("int8", "int4", "int2", "int1", "bf16", "fp8", "fp8_e5m2", "off"), a
+            codec, a `jact.Policy` or a `jact.Plan`.
+        keep: positions of positional arguments, or names of keyword arguments, that outlive the call (parameters) and
+            are kept by reference. The floating-point arrays in all other arguments are activations, and are encoded
+            where the backward pass needs them.
+
+    Returns:
+        The function, with `fun` as its `__wrapped__`. It works as a method, too.
+
+    Raises:
+        TypeError: when `fun` is not callable, or `policy` or `keep` is of the wrong type.
+        ValueError: for an unknown preset.
+
+    References:
+        Liu et al., GACT: Activation Compressed Training for Generic Network Architectures, ICML 2022, section 3.
+
+    >>> import jax, jax.numpy as jnp, jact
+    >>> def layer(w, x):
+    ...     return jax.nn.gelu(x @ w)
+    >>> w, x = jnp.ones((64, 64)) / 64, jnp.ones((128, 64))
+    >>> loss = lambda w: jact.compress(layer, "int8")(w, x).sum()
+    >>> bool(jnp.allclose(jax.grad(loss)(w), jax.grad(lambda w: layer(w, x).sum())(w), rtol=1e-2))
+    True
+    """
+    if fun is None:
+        return functools.partial(compress, policy=policy, keep=keep)
+    if not callable(fun):
+        raise TypeError(f"fun must be callable, got {fun!r}")
+    return Compressed(fun, resolve_policy(policy), _keep_filter(keep))
+
+
+class Compressed:
+    """A function whose residuals are saved compressed: what `jact.compress` returns.
+
+    Attributes:
+        __wrapped__: the function as it was.
+        policy: how residuals are stored; None leaves the function alone.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        policy: Policy | Plan | None,
+        is_kept: Callable[[int | str], bool],
+        has_aux: bool = False,
+        differentiated: Sequence[int] = (),
+    ):
+        functools.update_wrapper(self, fun)
+        self.policy = policy
+        self._is_kept = is_kept
+        self._has_aux = has_aux
+        self._differentiated = differentiated
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.policy is None:
+            return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+        traced = self.trace(*args, **kwargs)
+        run = compressed(
+            traced.closed, traced.inputs, traced.num_differentiated_outputs, self.policy, traced.name
+        )
+        return traced.unflatten(run(*traced.values))
+
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """Traces the function at some arguments, which may be arrays or types."""
+        fun: Callable[..., Any] = self.__wrapped__  # type: ignore[attr-defined]
+        differentiated = [n % max(len(args), 1) for n in self._differentiated]
+        return Traced(fun, args, kwargs, self._is_kept, self._has_aux, differentiated)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
+        """Traces and analyses the function at some arguments, which may be arrays or types, without running it.
+
+        Raises:
+            ValueError: when the policy is "off".
+        """
+        if self.policy is None:
+            raise ValueError('policy "off" leaves the function as it is: there is nothing to analyse')
+        traced = self.trace(*args, **kwargs)
+        perturbed = [spec.argument is not None or not self._differentiated for spec in traced.inputs]
+        return prepare(
+            traced.closed,
+            traced.values,
+            traced.inputs,
+            perturbed,
+            traced.num_differentiated_outputs,
+            self.policy,
+        )
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"jact.compress({function_name(self.__wrapped__)})"  # type: ignore[attr-defined]
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    reduce_axes: Sequence[Any] = (),
+    *,
+    policy: PolicyLike = "int4",
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` with compressed residuals.
+
+    The value is exact. The gradient is computed from the codes of the activations, and has the structure, shapes and
+    dtypes of the plain gradient. Every argument outlives the call, so arguments are never encoded. The gradient can be
+    differentiated again; second derivatives are those of the plain function, exactly.
+
+    Args:
+        fun: the function to differentiate; returns a scalar, or a pair of a scalar and auxiliary data.
+        argnums: which positional arguments to differentiate with respect to.
+        has_aux: whether `fun` returns auxiliary data as well.
+        holomorphic: as in `jax.value_and_grad`.
+        allow_int: as in `jax.value_and_grad`.
+        reduce_axes: as in `jax.value_and_grad`.
+        policy: how residuals are stored; see `jact.compress`.
+
+    Returns:
+        A function with the arguments of `fun`, returning `(value, gradient)`, or `((value, aux), gradient)`.
+
+    Raises:
+        TypeError: as `jax.value_and_grad` does, and for a policy of the wrong type.
+        ValueError: for an unknown preset.
+
+    References:
+        Chakrabarti and Moseley, Backprop with Approximate Activations for Memory-efficient Network Training, NeurIPS
+        2019, section 3.
+
+    >>> import jax.numpy as jnp, jact
+    >>> def loss(w, x, y):
+    ...     return jnp.mean((jnp.tanh(x @ w).sum(-1) - y) ** 2)
+    >>> value, gradient = jact.value_and_grad(loss, policy="int8")(jnp.ones((32, 4)), jnp.ones((256, 32)), jnp.ones(256))
+    >>> value, gradient.shape
+    (Array(9., dtype=float32), (32, 4))
+    """
+    return jax.value_and_grad(
+        _differentiated(fun, argnums, has_aux, policy),
+        argnums=argnums,
+        has_aux=has_aux,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+        **_reduce_axes(reduce_axes),
+    )
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    reduce_axes: Sequence[Any] = (),
+    *,
+    policy: PolicyLike = "int4",
+) -> Callable[..., Any]:
+    """`jax.grad` with compressed residuals; see `jact.value_and_grad`.
+
+    >>> import jax.numpy as jnp, jact
+    >>> jact.grad(lambda x: jnp.sum(x**2))(jnp.arange(3.0))
+    Array([0., 2., 4.], dtype=float32)
+    """
+    return jax.grad(
+        _differentiated(fun, argnums, has_aux, policy),
+        argnums=argnums,
+        has_aux=has_aux,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+        **_reduce_axes(reduce_axes),
+    )
+
+
+def make_plan(
+    fun: Callable[..., Any],
+    policy: PolicyLike = "int4",
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Plan]:
+    """The plan that a policy amounts to for a function: which values are saved, and how each is stored.
+
+    Args:
+        fun: a function to differentiate, or the result of `jact.compress`, `jact.grad` or `jact.value_and_grad`,
+            which bring their own policy and arguments to differentiate.
+        policy: how residuals are stored; see `jact.compress`.
+        argnums: as in `jact.value_and_grad`.
+        has_aux: as in `jact.value_and_grad`.
+
+    Returns:
+        A function with the arguments of `fun`, which may be arrays or `jax.ShapeDtypeStruct`s, that returns the plan.
+
+    Raises:
+        ValueError: when the policy is "off".
+
+    >>> import jax, jax.numpy as jnp, jact
+    >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+    >>> x = jax.ShapeDtypeStruct((256, 64), "float32")
+    >>> jact.make_plan(loss, "int2")(jax.ShapeDtypeStruct((64, 64), "float32"), x).bits
+    {'dot_general': 'int2'}
+    """
+    function = as_compressed(fun, policy, argnums, has_aux)
+
+    def planner(*args: Any, **kwargs: Any) -> Plan:
+        prepared = function.prepare(*args, **kwargs)
+        assert function.policy is not None
+        return plan_of(prepared.saved, function.policy)
+
+    return planner
+
+
+def as_compressed(
+    fun: Callable[..., Any], policy: PolicyLike, argnums: int | Sequence[int], has_aux: bool
+) -> Compressed:
+    """The `Compressed` inside a function that jact made, or one made of `fun` as `jact.value_and_grad` makes it."""
+    inner: Any = fun
+    while inner is not None and not isinstance(inner, Compressed):
+        inner = getattr(inner, "__wrapped__", None)
+    return _differentiated(fun, argnums, has_aux, policy) if inner is None else inner
+
+
+def _differentiated(
+    fun: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, policy: PolicyLike
+) -> Compressed:
+    """The function to hand to JAX's own differentiation, which checks the arguments that it shares with ours."""
+    if not callable(fun):
+        raise TypeError(f"fun must be callable, got {fun!r}")
+    differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    return Compressed(fun, resolve_policy(policy), lambda where: True, has_aux, differentiated)
+
+
+def _keep_filter(keep: int | str | Sequence[int | str]) -> Callable[[int | str], bool]:
+    """Whether the argument at a position or of a name is kept by reference."""
+    kept = (keep,) if isinstance(keep, int | str) else tuple(keep)
+    for where in kept:
+        if isinstance(where, bool) or not isinstance(where, int | str):
+            raise TypeError(f"keep must hold positions or names of arguments, got {where!r}")
+        if isinstance(where, int) and where < 0:
+            raise ValueError(f"keep must not hold negative positions, got {where}")
+    return kept.__contains__
+
+
+def _reduce_axes(reduce_axes: Sequence[Any]) -> dict[str, Any]:
+    """JAX is about to drop the argument, so it is passed on only when it is used."""
+    return {"reduce_axes": tuple(reduce_axes)} if reduce_axes else {}

@@ -1,0 +1,10 @@
+"""Floating-point arrays at 1, 2, 4 or 8 bits per element."""
+
+from jact_kernels.quantize.api import (
+    dequantize,
+    quantize,
+    quantized_nbytes,
+    rounding_variance,
+)
+
+__all__ = ["dequantize", "quantize", "quantized_nbytes", "rounding_variance"]
