@@ -86,11 +86,12 @@ def compressed(
     Returns:
         A function of the constants, followed by the inputs.
     """
-    plain = as_function(closed)
+    num_consts = len(closed.consts)
 
     @jax.custom_vjp
     def run(*values: Any) -> list[Any]:
-        return plain(*values)
+        plain = jex.ClosedJaxpr(closed.jaxpr, list(values[:num_consts]))
+        return list(jex.jaxpr_as_fun(plain)(*values[num_consts:]))
 
     def run_forward(*primals: Any) -> tuple[list[Any], Any]:
         values = [p.value for p in primals]

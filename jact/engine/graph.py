@@ -60,6 +60,7 @@ class Value:
         exact: why it would be saved exactly; empty when a codec would store it.
         codec: what would store it.
         origin: see `Origin`; otherwise the argument of `Input.argument`.
+        rerun: whether a dear operation that is run again stands between it and its roots.
     """
 
     var: Var
@@ -70,6 +71,7 @@ class Value:
     exact: str
     codec: Codec
     origin: Origin | int
+    rerun: bool
 
     @property
     def aval(self) -> Any:
@@ -161,14 +163,19 @@ class _Builder:
         dear = self._is_dear(eqn, base)
         origin = self._origin(operands, dear)
         roots = frozenset().union(*(self._roots(m) for m in made))
+        # The statistics of scores that are computed again must be those of the scores as they come out then: with the
+        # exact maximum and sum, the exponentials of a softmax need not be bounded, nor add up to one.
+        rerun = not dear and (costs.is_dear(eqn) or any(m.rerun for m in made))
         for out in eqn.outvars:
             if compat.is_drop_var(out):
                 continue
             self.origins[out] = origin
             if not dear and not made:
                 continue
-            pinned = self._why_pinned(eqn, out, dear, roots)
-            self._add(out, base, compat.source_line(eqn.source_info), pinned, roots, origin, costs.is_statistic(eqn))
+            pinned = self._why_pinned(eqn, out, dear, roots, rerun)
+            line = compat.source_line(eqn.source_info)
+            statistic = costs.is_statistic(eqn) and not rerun
+            self._add(out, base, line, pinned, roots, origin, rerun, statistic)
             if not pinned:
                 self.graph.edges.extend((m.var, out) for m in made)
         if eqn.primitive.name == "name":
@@ -204,20 +211,24 @@ class _Builder:
             return frozenset() if value.exact else frozenset({value.var})
         return value.roots
 
-    def _why_pinned(self, eqn: Equation, out: Var, dear: bool, roots: frozenset[Var]) -> str:
+    def _why_pinned(
+        self, eqn: Equation, out: Var, dear: bool, roots: frozenset[Var], rerun: bool
+    ) -> str:
         if dear:
             return "a dear operation"
         if not roots:
             return ""
         if not jnp.issubdtype(out.aval.dtype, jnp.inexact):
             return "a discrete value"
-        if costs.is_statistic(eqn):
+        if costs.is_statistic(eqn) and not rerun:
             return "a statistic"
+        if eqn.primitive.name in costs.JOINS and self._joins_streams(eqn, out):
+            return "a sum of streams"
+        if rerun:
+            return ""
         inexact = {v for v, value in self._made(eqn) if self._roots(value)}
         if costs.is_singular(eqn, inexact):
             return "a singular function"
-        if eqn.primitive.name in costs.JOINS and self._joins_streams(eqn, out):
-            return "a sum of streams"
         return ""
 
     def _made(self, eqn: Equation) -> list[tuple[Var, Value]]:
@@ -236,6 +247,7 @@ class _Builder:
         pinned: str,
         roots: frozenset[Var],
         origin: Origin | int,
+        rerun: bool = False,
         statistic: bool = False,
     ) -> None:
         name = base
@@ -256,7 +268,7 @@ class _Builder:
             codec, exact = self._storage(self._policy_name(name, roots, pinned), var.aval)
         elif var.aval.dtype == jnp.bool_:
             codec = _mask_if_it_pays(var.aval)
-        self.graph.values[var] = Value(var, base, line, pinned, roots, exact, codec, origin)
+        self.graph.values[var] = Value(var, base, line, pinned, roots, exact, codec, origin, rerun)
 
     def _policy_name(self, name: str, roots: frozenset[Var], pinned: str) -> str:
         """A value that follows from one root goes by the root's name, which is the more stable one."""

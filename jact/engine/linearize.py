@@ -17,6 +17,7 @@ from jax.extend import core as jex
 
 from jact import compat
 from jact.engine import program as programs
+from jact.engine import rewrite
 from jact.engine.program import Atom, Program, Var
 
 
@@ -124,11 +125,16 @@ def linearize(
 
 
 def as_function(closed: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
-    """A closed jaxpr as a function of its constants, followed by its inputs."""
+    """A closed jaxpr as a function of its constants, followed by its inputs, ready to be linearised."""
     num_consts = len(closed.consts)
+    program = programs.flatten(closed)
+    # The constants of nested calls follow; they are concrete arrays and stay what they are.
+    own_consts = list(program.consts)[:num_consts]
 
     def run(*args: Any) -> list[Any]:
-        call = jex.ClosedJaxpr(closed.jaxpr, list(args[:num_consts]))
-        return list(jex.jaxpr_as_fun(call)(*args[num_consts:]))
+        env = dict(program.consts) | dict(zip(own_consts, args[:num_consts], strict=True))
+        env.update(zip(program.invars, args[num_consts:], strict=True))
+        programs.evaluate(program.eqns, env, keep=program.outvars, bind=rewrite.bind)
+        return [programs.read(env, a) for a in program.outvars]
 
     return run

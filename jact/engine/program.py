@@ -99,6 +99,7 @@ def evaluate(
     keep: Iterable[Atom],
     before: Callable[[Equation], None] | None = None,
     after: Callable[[Equation], None] | None = None,
+    bind: Callable[[Equation, Sequence[Any]], list[Any]] = compat.bind_equation,
 ) -> None:
     """Runs equations in order, reading variables from and writing results to `env`.
 
@@ -110,6 +111,7 @@ def evaluate(
         keep: the results to leave in `env`.
         before: called before each equation, free to change `env`.
         after: called after each equation, free to change `env`.
+        bind: applies an equation to its operands.
     """
     last_use: dict[Var, int] = {}
     made: set[Var] = set()
@@ -120,7 +122,7 @@ def evaluate(
     for position, eqn in enumerate(eqns):
         if before is not None:
             before(eqn)
-        results = compat.bind_equation(eqn, [read(env, a) for a in eqn.invars])
+        results = bind(eqn, [read(env, a) for a in eqn.invars])
         env.update(zip(eqn.outvars, results, strict=True))
         if after is not None:
             after(eqn)

@@ -12,6 +12,7 @@ from jax.extend import core as jex
 from jact import compat
 from jact.engine.graph import Input
 from jact.engine.linearize import is_differentiable
+from jact.engine.scopes import module_scopes
 
 
 class Traced:
@@ -50,7 +51,8 @@ class Traced:
 
         self.name = function_name(fun)
         array_leaves = [leaves[i] for i in arrays]
-        self.closed: jex.ClosedJaxpr = jax.make_jaxpr(flat)(*map(compat.type_of, array_leaves))
+        with module_scopes():
+            self.closed: jex.ClosedJaxpr = jax.make_jaxpr(flat)(*map(compat.type_of, array_leaves))
         self.values = [*self.closed.consts, *array_leaves]
         self.inputs = [Input(f"closed over: {_describe(c)}") for c in self.closed.consts]
         for i in arrays:

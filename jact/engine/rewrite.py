@@ -1,0 +1,85 @@
+"""Operations that are differentiated in jact's own way, because JAX's would save or recompute the wrong thing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jact import compat
+from jact.engine.program import Equation
+
+
+def bind(eqn: Equation, args: Sequence[Any]) -> list[Any]:
+    """Applies an equation, or what takes its place; the results are the same."""
+    if eqn.primitive.name == "reduce_window_max" and _is_pooling(eqn):
+        with compat.equation_context(eqn):
+            return [_max_pool(eqn, args[0])]
+    return compat.bind_equation(eqn, args)
+
+
+def _is_pooling(eqn: Equation) -> bool:
+    """Whether an equation is an ordinary maximum over windows, with windows small enough to enumerate."""
+    params = eqn.params
+    return (
+        all(d == 1 for d in params["base_dilation"])
+        and math.prod(params["window_dimensions"]) <= 64
+        and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)
+        and eqn.outvars[0].aval.size > 0
+    )
+
+
+def _max_pool(eqn: Equation, x: Any) -> Any:
+    """Max-pooling that remembers which element of each window won.
+
+    JAX's own gradient looks for the winners again, among values that would be decoded ones. Here the winner's position
+    in its window is a residual of its own: four bits for each window of up to 16 elements, exact.
+    """
+
+    @jax.custom_jvp
+    def pool(x: Any) -> Any:
+        (out,) = compat.bind_equation(eqn, [x])
+        return out
+
+    @pool.defjvp
+    def pool_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        out = pool(*primals)
+        winner = _winner(eqn, primals[0], out)
+        zero = jnp.zeros((), out.dtype)
+        tangent = jnp.zeros(out.shape, out.dtype)
+        for k, part in enumerate(_window_slices(eqn, tangents[0], 0)):
+            won = winner == jnp.asarray(k, winner.dtype)
+            tangent += jnp.where(won, part, jnp.broadcast_to(zero, out.shape))
+        return out, tangent
+
+    return pool(x)
+
+
+def _winner(eqn: Equation, x: Any, out: Any) -> Any:
+    """The position, within each window, of its first greatest element."""
+    count = math.prod(eqn.params["window_dimensions"])
+    winner = jnp.zeros(out.shape, jnp.int32)
+    # From the last to the first, so that of equal elements the first one stays, as in JAX's own gradient.
+    for k, part in reversed(list(enumerate(_window_slices(eqn, x, -jnp.inf)))):
+        winner = jnp.where(part == out, jnp.int32(k), winner)
+    return winner.astype(jnp.uint4 if count <= 16 else jnp.uint8)
+
+
+def _window_slices(eqn: Equation, x: Any, padding_value: float) -> list[Any]:
+    """For each position in a window, the elements that all windows have there."""
+    params = eqn.params
+    config = [(low, high, 0) for low, high in params["padding"]]
+    padded = lax.pad(x, jnp.asarray(padding_value, x.dtype), config)
+    out_shape = eqn.outvars[0].aval.shape
+    slices = []
+    for offset in itertools.product(*map(range, params["window_dimensions"])):
+        start = [o * d for o, d in zip(offset, params["window_dilation"], strict=True)]
+        strides = params["window_strides"]
+        limit = [s + (n - 1) * t + 1 for s, n, t in zip(start, out_shape, strides, strict=True)]
+        slices.append(lax.slice(padded, start, limit, strides))
+    return slices

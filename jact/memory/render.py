@@ -1,0 +1,232 @@
+"""How a report looks: as text of any width, in colour in a terminal, and as HTML in a notebook."""
+
+from __future__ import annotations
+
+import html as html_lib
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import rich.box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from jact.memory.report import Report, Row
+
+_COLUMNS = ("residual", "line", "type", "bytes", "codec", "saved", "why")
+_GROUP_COLUMNS = ("codec", "why", "values", "bytes", "saved")
+_NUMBERS = frozenset({"values", "bytes", "saved"})
+
+
+class Renderable:
+    """A report for rich to print, which looks different where there is less room."""
+
+    def __init__(self, report: Report):
+        self._report = report
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        report = self._report
+        yield Text(_title(report), style="bold")
+        if report.rows:
+            table = _table(_COLUMNS, _shown(report))
+            if console.measure(table, options=options.update(width=10**6)).maximum <= (
+                options.max_width
+            ):
+                yield table
+            else:
+                yield from _stacked(_shown(report))
+            yield _table(_GROUP_COLUMNS, _groups(report.rows))
+        for sentence in sentences(report):
+            yield Text(sentence)
+
+
+def text(report: Report) -> str:
+    """A report as plain text, as wide as the terminal."""
+    file = io.StringIO()
+    console = Console(file=file, color_system=None, force_jupyter=False, force_terminal=False)
+    console.print(Renderable(report))
+    # Tables are padded to their full width.
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def html(report: Report) -> str:
+    """A report as HTML."""
+    parts = [f"<p><b>{_escape(_title(report))}</b></p>"]
+    if report.rows:
+        parts.append(_html_table(_COLUMNS, _shown(report, with_functions=True)))
+        parts.append(_html_table(_GROUP_COLUMNS, _groups(report.rows)))
+    parts.append(f"<p>{'<br>'.join(map(_escape, sentences(report)))}</p>")
+    return f"<div>{''.join(parts)}</div>"
+
+
+def sentences(report: Report) -> Iterator[str]:
+    """What the figures of a report come to."""
+    yield _gain(report)
+    exact = [row for row in report.rows if row.exact]
+    if report.rows and report.policy != "off":
+        size = format_bytes(sum(row.saved_bytes for row in exact))
+        yield f"Exact: {len(exact)} of {_count(len(report.rows), 'value')}, {size} of what is saved."
+    if report.reference_arrays:
+        arguments = _count(report.reference_arrays, "argument")
+        size = format_bytes(report.reference_bytes)
+        yield f"The backward pass also reads {arguments} ({size}), kept by reference at no cost."
+    if report.peak is not None:
+        yield _peak(report)
+
+
+def _gain(report: Report) -> str:
+    plain, saved = format_bytes(report.plain_bytes), format_bytes(report.saved_bytes)
+    if not report.rows and not report.plain_bytes:
+        return "Nothing is gained: the backward pass reads nothing but arguments."
+    if report.policy == "off":
+        return f"JAX saves {saved}."
+    if report.saved_bytes < report.plain_bytes:
+        return f"jact saves {saved}, JAX {plain}{_times_less(report.plain_bytes, report.saved_bytes)}."
+    words = f"Nothing is gained: jact saves {saved}, JAX {plain}."
+    if all(row.exact for row in report.rows):
+        words += " No value is worth encoding, so the gradient is the plain one."
+    return words
+
+
+def _peak(report: Report) -> str:
+    assert report.peak is not None
+    plain, ours = format_bytes(report.peak.plain_bytes), format_bytes(report.peak.bytes)
+    if report.policy == "off":
+        return f"Compiled peak of the gradient: {plain}."
+    if report.peak.bytes < report.peak.plain_bytes:
+        less = _times_less(report.peak.plain_bytes, report.peak.bytes)
+        return f"Compiled peak of the gradient: {ours} with jact, {plain} without{less}."
+    return f"The compiled peak of the gradient is not lower: {ours} with jact, {plain} without."
+
+
+def _times_less(before: int, after: int) -> str:
+    return f": {before / after:.1f} times less" if after else ""
+
+
+def _title(report: Report) -> str:
+    return f"What {report.function} saves for its backward pass, policy {report.policy}"
+
+
+def _shown(report: Report, with_functions: bool = False) -> list[tuple[str, ...] | str]:
+    """The cells of the rows to print; a string stands for the rows left out in the middle."""
+    rows = report.rows
+    lines = [_cells(row, with_functions) for row in rows]
+    if report.max_rows is None or len(rows) <= report.max_rows:
+        return list(lines)
+    last = report.max_rows // 2
+    first = report.max_rows - last
+    hidden = len(rows) - report.max_rows
+    words = f"... {hidden} more rows" if hidden > 1 else "... 1 more row"
+    return [*lines[:first], words, *lines[len(rows) - last :]]
+
+
+def _cells(row: Row, with_function: bool) -> tuple[str, ...]:
+    return (
+        row.name,
+        row.line if with_function else row.line.partition(" ")[0],
+        _type(row),
+        format_bytes(row.bytes),
+        row.codec,
+        format_bytes(row.saved_bytes),
+        row.why,
+    )
+
+
+def _groups(rows: Iterable[Row]) -> list[tuple[str, ...] | str]:
+    """Totals of the rows that share a codec and a reason, the largest first."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.codec, row.why), []).append(row)
+    totals = [
+        (codec, why, len(group), sum(r.bytes for r in group), sum(r.saved_bytes for r in group))
+        for (codec, why), group in groups.items()
+    ]
+    totals.sort(key=lambda total: -total[-1])
+    return [(*t[:2], str(t[2]), format_bytes(t[3]), format_bytes(t[4])) for t in totals]
+
+
+def _table(columns: Sequence[str], rows: Iterable[tuple[str, ...] | str]) -> Table:
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        right = column in _NUMBERS
+        table.add_column(column, justify="right" if right else "left", no_wrap=True)
+    for row in rows:
+        # Text, as a type's brackets would be markup to rich.
+        cells = (row,) if isinstance(row, str) else row
+        table.add_row(*(Text(cell) for cell in cells), style="dim" if "keep" in cells else "")
+    return table
+
+
+def _stacked(rows: Sequence[tuple[str, ...] | str]) -> Iterator[Text]:
+    """Rows of two lines, for where a name and its figures do not fit next to each other."""
+    details = [_COLUMNS[1:], *(row[1:] for row in rows if not isinstance(row, str))]
+    widths = [max(map(len, cells)) for cells in zip(*details, strict=True)]
+
+    def second_line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
+            for column, cell, width in zip(_COLUMNS[1:], cells, widths, strict=True)
+        ]
+        return "  " + "  ".join(padded).rstrip()
+
+    yield Text()
+    yield Text(f"{_COLUMNS[0]}\n{second_line(_COLUMNS[1:])}", style="bold")
+    yield Text()
+    for row in rows:
+        if isinstance(row, str):
+            yield Text(row)
+        else:
+            yield Text(row[0]).append(f"\n{second_line(row[1:])}", style="dim")
+
+
+def _html_table(columns: Sequence[str], rows: Iterable[tuple[str, ...] | str]) -> str:
+    def cells(tag: str, values: Sequence[str]) -> str:
+        return "".join(
+            f'<{tag} style="text-align: {"right" if column in _NUMBERS else "left"}">'
+            f"{_escape(value)}</{tag}>"
+            for column, value in zip(columns, values, strict=True)
+        )
+
+    body = [
+        f'<tr><td colspan="{len(columns)}">{_escape(row)}</td></tr>'
+        if isinstance(row, str)
+        else f"<tr>{cells('td', row)}</tr>"
+        for row in rows
+    ]
+    return f"<table><thead><tr>{cells('th', columns)}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def _escape(value: str) -> str:
+    return html_lib.escape(value)
+
+
+def _type(row: Row) -> str:
+    """A type as JAX prints it: `f32[8,128]`."""
+    dtype = re.sub(r"^(float|uint|int|complex)(?=\d)", lambda m: m[0][0], row.dtype)
+    dtype = dtype.replace("bfloat16", "bf16")
+    return f"{dtype}[{','.join(map(str, row.shape))}]"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def format_bytes(size: int) -> str:
+    """A size for people.
+
+    >>> format_bytes(512), format_bytes(9216), format_bytes(2**21)
+    ('512 B', '9.0 KiB', '2.0 MiB')
+    """
+    if size < 1024:
+        return f"{size} B"
+    value = float(size)
+    for unit in ("KiB", "MiB", "GiB"):
+        value /= 1024
+        if value < 1024:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:.1f} TiB"
