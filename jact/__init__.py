@@ -1,10 +1,11 @@
 """jact: trains JAX and Flax models in a fraction of the activation memory."""
 
 from jact import codecs, memory
+from jact.memory.report import Report, report
 from jact.plan import Plan
 from jact.policy import Policy, Rule
 from jact.transform import compress, grad, make_plan, value_and_grad
 
 __version__ = "0.1.0"
 
-__all__ = ["Plan", "Policy", "Rule", "codecs", "compress", "grad", "make_plan", "memory", "value_and_grad"]
+__all__ = ["Plan", "Policy", "Report", "Rule", "codecs", "compress", "grad", "make_plan", "memory", "report", "value_and_grad"]

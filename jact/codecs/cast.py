@@ -44,7 +44,7 @@ class Cast:
 
     @property
     def name(self) -> str:
-        """ "bf16", "fp8" (float8_e4m3fn) or "fp8_e5m2"."""
+        """One of "bf16", "fp8" (float8_e4m3fn) and "fp8_e5m2"."""
         return _SHORT_NAMES[str(self.dtype)]
 
     def supports(self, shape: tuple[int, ...], dtype: DTypeLike) -> bool:

@@ -23,7 +23,7 @@ class Keep:
 
     @property
     def name(self) -> str:
-        """ "keep"."""
+        """The string "keep"."""
         return "keep"
 
     def supports(self, shape: tuple[int, ...], dtype: DTypeLike) -> bool:

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-import jact_kernels as kernels
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+import jact_kernels as kernels
 from jact.codecs.base import dtype_of
 
 
@@ -26,7 +26,7 @@ class Mask:
 
     @property
     def name(self) -> str:
-        """ "mask"."""
+        """The string "mask"."""
         return "mask"
 
     def supports(self, shape: tuple[int, ...], dtype: DTypeLike) -> bool:

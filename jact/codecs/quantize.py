@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import jact_kernels as kernels
 import jax
 from jax.typing import DTypeLike
 
+import jact_kernels as kernels
 from jact.codecs.base import is_float
 
 BITS = (1, 2, 4, 8)
@@ -51,7 +51,7 @@ class Quantize:
 
     @property
     def name(self) -> str:
-        """ "int4", with what differs from the default appended: "int4/32", "int4-nearest"."""
+        """The preset, with what differs from the default appended: "int4/32", "int4-nearest"."""
         group = "" if self.group_size == 64 else f"/{self.group_size}"
         return f"int{self.bits}{group}{'' if self.stochastic else '-nearest'}"
 

@@ -1,6 +1,7 @@
 """Codecs by name: presets for users, and kinds for JSON."""
 
 import dataclasses
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +11,7 @@ from jact.codecs.keep import Keep
 from jact.codecs.mask import Mask
 from jact.codecs.quantize import Quantize
 
-PRESETS = MappingProxyType(
+PRESETS: Mapping[str, Codec] = MappingProxyType(
     {
         "int8": Quantize(bits=8),
         "int4": Quantize(bits=4),

@@ -46,38 +46,79 @@ def run_backward(
     Returns:
         One gradient for each of `linearized.differentiated`.
     """
-    program = linearized.backward
-    by_reference = {linearized.forward.invars[i]: x for i, x in inputs.items()}
-    residuals = _Residuals(linearized, saved, by_reference, codes)
-    atoms = dict(zip(linearized.residual_inputs, linearized.residuals, strict=True))
-    env = dict(program.consts) | dict(zip(linearized.cotangent_inputs, cotangents, strict=True))
-    # Where an equation reads residuals alone, they wait for the cotangent that was used last.
-    latest: list[Any] = list(cotangents)[:1]
+    return _BackwardPass(linearized, saved, inputs, codes, cotangents).run()
 
-    def fetch(eqn: Equation) -> None:
+
+class _BackwardPass:
+    """The state of `run_backward`."""
+
+    def __init__(
+        self,
+        linearized: Linearized,
+        saved: Sequence[Saved],
+        inputs: Mapping[int, Any],
+        codes: Sequence[Any],
+        cotangents: Sequence[Any],
+    ):
+        self._program = linearized.backward
+        self._eqns = programs.live_equations(self._program.eqns, self._program.outvars)
+        by_reference = {linearized.forward.invars[i]: x for i, x in inputs.items()}
+        self._residuals = _Residuals(linearized, saved, by_reference, codes)
+        self._atoms = dict(zip(linearized.residual_inputs, linearized.residuals, strict=True))
+        self._env = dict(self._program.consts) | dict(
+            zip(linearized.cotangent_inputs, cotangents, strict=True)
+        )
+        self._tokens = _tokens(self._eqns, linearized.cotangent_inputs)
+        # Where an equation reads residuals alone, they wait for the cotangent that was used last.
+        self._latest: list[Any] = list(cotangents)[:1]
+        self._gradients = {v for v in self._program.outvars if compat.is_var(v) and v not in self._atoms}
+
+    def run(self) -> list[Any]:
+        outvars = self._program.outvars
+        # What stands for a cotangent must outlive it, to be waited for in its place.
+        keep = [*outvars, *(token for var, token in self._tokens.items() if token is not var)]
+        programs.evaluate(self._eqns, self._env, keep=keep, before=self._fetch, after=self._forget)
+        # A gradient may be a residual itself, as that of x in x * w is w where the cotangent is one.
+        direct = [v for v in outvars if compat.is_var(v) and v in self._atoms]
+        values, _ = self._residuals.get([self._atoms[v] for v in direct], self._latest)
+        self._env.update(zip(direct, values, strict=True))
+        return [programs.read(self._env, a) for a in outvars]
+
+    def _fetch(self, eqn: Equation) -> None:
         """Puts the residuals that an equation reads into `env`, made after its cotangents."""
-        nonlocal latest
         operands = programs.operands(eqn)
-        wanted = [v for v in operands if v in atoms]
-        waiting = [v for v in operands if v not in atoms and v not in program.consts]
-        values, waited = residuals.get([atoms[v] for v in wanted], [env[v] for v in waiting] or latest)
-        env.update(zip(wanted, values, strict=True))
-        if waiting:
-            env.update(zip(waiting, waited, strict=True))
-        latest = waited[:1]
+        wanted = [v for v in operands if v in self._atoms]
+        if not wanted:
+            return
+        waiting = list(dict.fromkeys(self._tokens[v] for v in operands if v in self._tokens))
+        # Gradients that are ready wait as well: XLA would rather compute them last, and keep their operands until then.
+        ready = [v for v in self._env if v in self._gradients and v not in waiting]
+        waited_for = [self._env[v] for v in waiting] or self._latest
+        values, waited = self._residuals.get(
+            [self._atoms[v] for v in wanted], [*waited_for, *(self._env[v] for v in ready)]
+        )
+        self._env.update(zip(wanted, values, strict=True))
+        self._env.update(zip([*waiting, *ready], waited[len(waited_for) - len(waiting) :], strict=True))
+        self._latest = waited[:1]
 
-    def forget(eqn: Equation) -> None:
+    def _forget(self, eqn: Equation) -> None:
         for var in programs.operands(eqn):
-            if var in atoms:
-                env.pop(var, None)
+            if var in self._atoms:
+                self._env.pop(var, None)
 
-    eqns = programs.live_equations(program.eqns, program.outvars)
-    programs.evaluate(eqns, env, keep=program.outvars, before=fetch, after=forget)
-    # A gradient may be a residual itself, as that of x in x * w is w where the cotangent is one.
-    direct = [v for v in program.outvars if compat.is_var(v) and v in atoms]
-    values, _ = residuals.get([atoms[v] for v in direct], latest)
-    env.update(zip(direct, values, strict=True))
-    return [programs.read(env, a) for a in program.outvars]
+
+def _tokens(eqns: Sequence[Equation], cotangents: Sequence[Var]) -> dict[Var, Var]:
+    """For each value that depends on a cotangent, the value to wait for: itself, or what it is a broadcast of.
+
+    To wait for a value is to have it in memory, where a broadcast need not be.
+    """
+    tokens: dict[Var, Var] = {v: v for v in cotangents}
+    for eqn in eqns:
+        behind = [tokens[v] for v in programs.operands(eqn) if v in tokens]
+        if behind:
+            broadcast = eqn.primitive.name == "broadcast_in_dim"
+            tokens.update((v, behind[0] if broadcast else v) for v in eqn.outvars)
+    return tokens
 
 
 class _Residuals:

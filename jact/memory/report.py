@@ -19,7 +19,7 @@ from jact.engine.linearize import Linearized, is_differentiable
 from jact.engine.program import Equation, Var
 from jact.engine.select import Saved
 from jact.engine.trace import function_name
-from jact.memory import render
+from jact.memory import report_render
 from jact.memory.peak import peak as compiled_peak
 from jact.plan import Plan
 from jact.policy import Policy
@@ -79,8 +79,9 @@ class Report:
         policy: the policy, in words.
         rows: the saved values, in the order in which the forward pass makes them.
         plain_bytes: what JAX's own backward pass would save: each residual once. Arguments and
-            constants that it reads as they are cost nothing and do not count, except those that
-            `jact.compress` was told not to keep, as they are another layer's results.
+            constants that it reads as they are cost nothing and do not count, nor do arrays made
+            from no argument, such as zeros. Arguments that `jact.compress` does not keep by
+            reference count: they are another layer's results.
         reference_arrays: how many arguments the backward pass reads as they are.
         reference_bytes: their size. They live anyway, so this is no part of what is saved.
         peak: the compiled peaks, when they were asked for.
@@ -114,13 +115,13 @@ class Report:
         return fields | {"saved_bytes": self.saved_bytes, "ratio": self.ratio}
 
     def __str__(self) -> str:
-        return render.text(self)
+        return report_render.text(self)
 
-    def __rich__(self) -> render.Renderable:
-        return render.Renderable(self)
+    def __rich__(self) -> report_render.Renderable:
+        return report_render.Renderable(self)
 
     def _repr_html_(self) -> str:
-        return render.html(self)
+        return report_render.html(self)
 
 
 def report(
@@ -157,13 +158,13 @@ def report(
 
     >>> import jax, jact
     >>> def loss(w, x):
-    ...     return jax.numpy.sum(jax.nn.relu(x @ w) ** 2)
+    ...     return jax.numpy.sum(jax.numpy.sin(x @ w))
     >>> w, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in [(64, 64), (256, 64)])
     >>> report = jact.report(loss, "int4")(w, x)
     >>> [(row.name, row.codec, row.bytes, row.saved_bytes) for row in report.rows]
-    [('dot_general', 'int4', 65536, 9216), ('gt', 'mask', 16384, 2048)]
+    [('dot_general', 'int4', 65536, 9216)]
     >>> report.plain_bytes, report.saved_bytes
-    (81920, 11264)
+    (65536, 9216)
     """
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"max_rows must be None or at least 1, got {max_rows}")
@@ -173,14 +174,14 @@ def report(
         prepared = _analysed(function).prepare(*args, **kwargs)
         off = function.policy is None
         rows = _plain_rows(prepared) if off else [_row(entry) for entry in prepared.saved]
-        read = _inputs_read(prepared, off)
+        read = [prepared.linearized.forward.invars[i] for i in _inputs_read(prepared, off)]
         return Report(
             function=function_name(function),
             policy=_describe(function.policy),
             rows=tuple(rows),
             plain_bytes=sum(raw_bytes(var.aval) for var in _plain_residuals(prepared)),
             reference_arrays=len(read),
-            reference_bytes=sum(raw_bytes(prepared.linearized.forward.invars[i].aval) for i in read),
+            reference_bytes=sum(raw_bytes(var.aval) for var in read),
             peak=_peak(function, args, kwargs) if peak else None,
             max_rows=max_rows,
         )
@@ -212,16 +213,23 @@ def _row(entry: Saved) -> Row:
 
 
 def _plain_residuals(prepared: Prepared) -> list[Var]:
-    """What JAX's own backward pass saves: its residuals, less what lives anyway."""
+    """What JAX's own backward pass saves: its residuals, less what costs nothing."""
     program = prepared.linearized.forward
-    free = set(program.consts)
-    free.update(v for v, spec in zip(program.invars, prepared.inputs, strict=True) if not spec.encoded)
-    return [v for v in _residuals(prepared.linearized) if v not in free]
+    inputs = zip(program.invars, prepared.inputs, strict=True)
+    free = {*program.consts, *(var for var, spec in inputs if not spec.encoded)}
+    # JAX lists the zeros that a ReLU selects, for one. XLA makes such arrays where it needs them,
+    # so to count them would flatter jact.
+    varying = {*program.consts, *program.invars}
+    for eqn in program.eqns:
+        if any(compat.is_var(atom) and atom in varying for atom in eqn.invars):
+            varying.update(eqn.outvars)
+    return [v for v in _residuals(prepared.linearized) if v in varying and v not in free]
 
 
 def _residuals(linearized: Linearized) -> list[Var]:
     """The variables among the residuals, each once."""
-    return [v for v in dict.fromkeys(linearized.residuals) if compat.is_var(v)]
+    variables: list[Any] = [atom for atom in linearized.residuals if compat.is_var(atom)]
+    return list(dict.fromkeys(variables))
 
 
 def _plain_rows(prepared: Prepared) -> Iterator[Row]:
@@ -233,12 +241,13 @@ def _plain_rows(prepared: Prepared) -> Iterator[Row]:
     for var in _plain_residuals(prepared):
         name = _name(makers[var]) if var in makers else inputs[var]
         line = compat.source_line(makers[var].source_info) if var in makers else ""
-        size = raw_bytes(var.aval)
+        aval: Any = var.aval
+        size = raw_bytes(aval)
         yield Row(
             name=f"{name}:{counts[name]}" if counts[name] else name,
             line=line,
-            shape=tuple(var.aval.shape),
-            dtype=str(var.aval.dtype),
+            shape=tuple(aval.shape),
+            dtype=str(aval.dtype),
             bytes=size,
             codec="keep",
             saved_bytes=size,

@@ -175,10 +175,8 @@ def quantized_nbytes(shape: tuple[int, ...], *, bits: int, group_size: int = 64)
       0.140625
     """
     groups = _groups(shape, bits, group_size)
-    if bits == 1:
-        codes = mask_nbytes(shape)
-    else:
-        codes = -(-groups.count * groups.size * bits // 8)
+    packed = -(-groups.count * groups.size * bits // 8)
+    codes = mask_nbytes(shape) if bits == 1 else packed
     return codes + groups.count * RANGE_NBYTES
 
 

@@ -33,14 +33,16 @@ class Renderable:
         report = self._report
         yield Text(_title(report), style="bold")
         if report.rows:
+            yield Text()
             table = _table(_COLUMNS, _shown(report))
-            if console.measure(table, options=options.update(width=10**6)).maximum <= (
-                options.max_width
-            ):
+            room = options.update(width=10**6)
+            if console.measure(table, options=room).maximum <= options.max_width:
                 yield table
             else:
                 yield from _stacked(_shown(report))
+            yield Text()
             yield _table(_GROUP_COLUMNS, _groups(report.rows))
+            yield Text()
         for sentence in sentences(report):
             yield Text(sentence)
 
@@ -68,9 +70,10 @@ def sentences(report: Report) -> Iterator[str]:
     """What the figures of a report come to."""
     yield _gain(report)
     exact = [row for row in report.rows if row.exact]
-    if report.rows and report.policy != "off":
+    if exact and report.policy != "off":
         size = format_bytes(sum(row.saved_bytes for row in exact))
-        yield f"Exact: {len(exact)} of {_count(len(report.rows), 'value')}, {size} of what is saved."
+        values = _count(len(report.rows), "value")
+        yield f"Exact: {len(exact)} of {values}, {size} of what is saved."
     if report.reference_arrays:
         arguments = _count(report.reference_arrays, "argument")
         size = format_bytes(report.reference_bytes)
@@ -86,7 +89,8 @@ def _gain(report: Report) -> str:
     if report.policy == "off":
         return f"JAX saves {saved}."
     if report.saved_bytes < report.plain_bytes:
-        return f"jact saves {saved}, JAX {plain}{_times_less(report.plain_bytes, report.saved_bytes)}."
+        less = _times_less(report.plain_bytes, report.saved_bytes)
+        return f"jact saves {saved}, JAX {plain}{less}."
     words = f"Nothing is gained: jact saves {saved}, JAX {plain}."
     if all(row.exact for row in report.rows):
         words += " No value is worth encoding, so the gradient is the plain one."
@@ -151,7 +155,7 @@ def _groups(rows: Iterable[Row]) -> list[tuple[str, ...] | str]:
 
 
 def _table(columns: Sequence[str], rows: Iterable[tuple[str, ...] | str]) -> Table:
-    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
         right = column in _NUMBERS
         table.add_column(column, justify="right" if right else "left", no_wrap=True)
@@ -164,24 +168,20 @@ def _table(columns: Sequence[str], rows: Iterable[tuple[str, ...] | str]) -> Tab
 
 def _stacked(rows: Sequence[tuple[str, ...] | str]) -> Iterator[Text]:
     """Rows of two lines, for where a name and its figures do not fit next to each other."""
-    details = [_COLUMNS[1:], *(row[1:] for row in rows if not isinstance(row, str))]
-    widths = [max(map(len, cells)) for cells in zip(*details, strict=True)]
+    lines = [_COLUMNS, *(row for row in rows if not isinstance(row, str))]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
 
-    def second_line(cells: Sequence[str]) -> str:
+    def two_lines(cells: Sequence[str], name_style: str, style: str) -> Text:
         padded = [
             cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
-            for column, cell, width in zip(_COLUMNS[1:], cells, widths, strict=True)
+            for column, cell, width in zip(_COLUMNS, cells, widths, strict=True)
         ]
-        return "  " + "  ".join(padded).rstrip()
+        first = Text(cells[0], style=name_style).append(f"  {cells[-1]}", style=style)
+        return first.append("\n  " + "  ".join(padded[1:-1]), style=style)
 
-    yield Text()
-    yield Text(f"{_COLUMNS[0]}\n{second_line(_COLUMNS[1:])}", style="bold")
-    yield Text()
+    yield two_lines(_COLUMNS, "bold", "bold")
     for row in rows:
-        if isinstance(row, str):
-            yield Text(row)
-        else:
-            yield Text(row[0]).append(f"\n{second_line(row[1:])}", style="dim")
+        yield Text(row) if isinstance(row, str) else two_lines(row, "", "dim")
 
 
 def _html_table(columns: Sequence[str], rows: Iterable[tuple[str, ...] | str]) -> str:
@@ -198,7 +198,8 @@ def _html_table(columns: Sequence[str], rows: Iterable[tuple[str, ...] | str]) -
         else f"<tr>{cells('td', row)}</tr>"
         for row in rows
     ]
-    return f"<table><thead><tr>{cells('th', columns)}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    head = f"<thead><tr>{cells('th', columns)}</tr></thead>"
+    return f"<table>{head}<tbody>{''.join(body)}</tbody></table>"
 
 
 def _escape(value: str) -> str:
