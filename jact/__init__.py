@@ -8,4 +8,16 @@ from jact.transform import compress, grad, make_plan, value_and_grad
 
 __version__ = "0.1.0"
 
-__all__ = ["Plan", "Policy", "Report", "Rule", "codecs", "compress", "grad", "make_plan", "memory", "report", "value_and_grad"]
+__all__ = [
+    "Plan",
+    "Policy",
+    "Report",
+    "Rule",
+    "codecs",
+    "compress",
+    "grad",
+    "make_plan",
+    "memory",
+    "report",
+    "value_and_grad",
+]

@@ -6,19 +6,43 @@ Everything else in jact is written against `jax`, `jax.extend` and `jax.custom_d
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import flax
 import jax
+import jax.numpy as jnp
+import optax
 from jax.extend import core as jex
 from jax.extend import source_info_util
+
+import jact_kernels
 
 #: Names under which JAX has called the equation of a nested `jax.jit`.
 JIT_PRIMITIVES = frozenset({"jit", "pjit"})
 #: Names under which JAX has called the equation of a `jax.checkpoint` region.
 REMAT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
-#: Frames of these packages are never the line a user wrote.
-_LIBRARY_FRAMES = ("/jax/", "/jaxlib/", "/flax/", "/jact/engine/", "/jact/compat.py", "<frozen")
+#: Frames of files in these folders are never the line a user wrote.
+_LIBRARY_FOLDERS = (
+    *(f"{pathlib.Path(str(m.__file__)).parent}/" for m in (jax, jact_kernels, optax, flax)),
+    str(pathlib.Path(__file__).parent) + "/",
+    "<frozen",
+)
+
+
+# From JAX 0.12 on, a closed jaxpr is a jaxpr that holds its constants.
+_ClosedJaxpr: Any = getattr(jex, "ClosedJaxpr", jex.Jaxpr)
+
+
+def with_constants(closed: Any, consts: Sequence[Any]) -> Any:
+    """A closed jaxpr with other constants, which may be tracers."""
+    return _ClosedJaxpr(closed.jaxpr, list(consts))
+
+
+def equations(jaxpr: Any) -> list[Any]:
+    """The equations of an open or closed jaxpr."""
+    return list(getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
 def new_var(aval: Any) -> jex.Var:
@@ -36,9 +60,14 @@ def is_drop_var(var: Any) -> bool:
     return isinstance(var, jex.DropVar)
 
 
-def extend_name_stack(source_info: Any, outer: Any) -> Any:
-    """`source_info` of an inlined equation, under the name stack of the call it came from."""
-    return source_info.replace(name_stack=outer.name_stack + source_info.name_stack)
+def inlined_source(source_info: Any, call: Any) -> Any:
+    """The source of an equation that was inlined from a call: under its name scopes, at its line.
+
+    JAX cuts tracebacks at the boundary of a nested `jit`, so inside the library's own jitted
+    functions only the call knows the user's line.
+    """
+    scoped = source_info.replace(name_stack=call.name_stack + source_info.name_stack)
+    return scoped if source_line(scoped) else scoped.replace(traceback=call.traceback)
 
 
 @contextlib.contextmanager
@@ -61,25 +90,23 @@ def bind_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def name_scopes(source_info: Any) -> str:
-    """The name stack of an equation, as `jax.named_scope` and Flax wrote it: `jvp(Model)/Block_0`."""
+    """The name stack of an equation, such as `jvp(Model)/Block_0`."""
     return str(source_info.name_stack)
 
 
 def source_line(source_info: Any) -> str:
     """The user's line that made an equation, as `file.py:12 (function)`; empty when unknown."""
     traceback = source_info.traceback
-    if traceback is None:
-        return ""
-    for frame in traceback.frames:
-        if not any(part in frame.file_name for part in _LIBRARY_FRAMES):
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_LIBRARY_FOLDERS):
             name = frame.file_name.rsplit("/", 1)[-1]
             return f"{name}:{frame.line_num} ({frame.function_name})"
-    return source_info_util.summarize(source_info)
+    return ""
 
 
 def is_key(aval: Any) -> bool:
     """Whether a type is that of typed PRNG keys."""
-    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
 def has_explicit_shardings(eqn: Any) -> bool:

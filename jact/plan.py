@@ -1,4 +1,4 @@
-"""Plans: the frozen result of applying a policy to a function, one codec for each named residual."""
+"""Plans: the frozen result of applying a policy to a function."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from jact.policy import Policy
 class Plan:
     """Which residuals of a function are saved, and how each is stored.
 
-    Plans are hashable, equal when they say the same, and can take the place of a policy. They do not depend on batch
-    sizes, so a plan made for one batch serves for another.
+    Plans are hashable, equal when they say the same, and can take the place of a policy. They do
+    not depend on batch sizes, so a plan made for one batch serves for another.
 
     Attributes:
-        entries: pairs of a residual's name and its codec, in the order in which the forward pass makes them.
-        basis: the policy that chose *which* values are saved. Replacing an entry's codec does not change that choice.
+        entries: pairs of a residual's name and its codec, in the order in which the forward pass
+            makes them.
+        basis: the policy that chose *which* values are saved. Replacing an entry's codec does not
+            change that choice.
 
     >>> import jact, jax.numpy as jnp
     >>> def loss(w, x):
@@ -60,7 +62,10 @@ class Plan:
         """
         unknown = sorted(set(changes) - set(self.codecs))
         if unknown:
-            raise ValueError(f"the plan has no residual named {', '.join(unknown)}; it has {', '.join(self.codecs)}")
+            raise ValueError(
+                f"the plan has no residual named {', '.join(unknown)}; "
+                f"it has {', '.join(self.codecs)}"
+            )
         entries = ((n, codecs.resolve(changes[n]) if n in changes else c) for n, c in self.entries)
         return Plan(tuple(entries), self.basis)
 

@@ -15,7 +15,8 @@ from jact.codecs import Codec
 #: What a rule may say besides a codec.
 type Action = Codec | Literal["keep", "recompute"]
 
-#: The presets that name a policy: "off" leaves the function alone, the others store every residual with one codec.
+#: The presets that name a policy: "off" leaves the function alone, the others store every residual
+#: with one codec.
 PRESETS = ("off", "int8", "int4", "int2", "int1", "bf16", "fp8", "fp8_e5m2")
 
 
@@ -24,10 +25,10 @@ class Rule:
     """Says how the residuals that match it are stored.
 
     Attributes:
-        name: a pattern (as in `fnmatch`) for the residual's name or for its last parts: `"Conv_1/*"` matches
-            `Net/Block_3/Conv_1/conv_general_dilated`.
-        codec: a codec, a preset's name, `"keep"` (save exactly) or `"recompute"` (run the operation again in the
-            backward pass, however dear it is).
+        name: a pattern (as in `fnmatch`) for the residual's name or for its last parts:
+            `"Conv_1/*"` matches `Net/Block_3/Conv_1/conv_general_dilated`.
+        codec: a codec, a preset's name, `"keep"` (save exactly) or `"recompute"` (run the operation
+            again in the backward pass, however dear it is).
         dtype: only residuals of this dtype; any when None.
         rank: only residuals of this number of axes; any when None.
         min_size: only residuals of at least this many elements.
@@ -62,7 +63,9 @@ class Rule:
             and (self.rank is None or self.rank == len(shape))
             and self.min_size <= size
             and (self.max_size is None or size <= self.max_size)
-            and (fnmatch.fnmatchcase(name, self.name) or fnmatch.fnmatchcase(name, "*/" + self.name))
+            and (
+                fnmatch.fnmatchcase(name, self.name) or fnmatch.fnmatchcase(name, "*/" + self.name)
+            )
         )
 
 
@@ -73,8 +76,8 @@ class Policy:
     Attributes:
         rules: the rules, most important first.
         default: the codec (or preset name, or `"keep"`) of residuals that no rule matches.
-        min_bytes: residuals of fewer bytes are saved exactly. Small arrays cost little, and are often what the
-            gradient is most sensitive to (biases, statistics, logits).
+        min_bytes: residuals of fewer bytes are saved exactly. Small arrays cost little, and are
+            often what the gradient is most sensitive to (biases, statistics, logits).
 
     Raises:
         ValueError: for an unknown preset or a negative `min_bytes`.
@@ -98,7 +101,9 @@ class Policy:
                 raise TypeError(f"rules must be jact.Rule objects, got {rule!r}")
         object.__setattr__(self, "rules", rules)
         if self.default == "recompute":
-            raise ValueError('default must be a codec, a preset or "keep"; "recompute" is for rules')
+            raise ValueError(
+                'default must be a codec, a preset or "keep"; "recompute" is for rules'
+            )
         if self.default != "keep":
             object.__setattr__(self, "default", codecs.resolve(self.default))
         if self.min_bytes < 0:

@@ -31,16 +31,23 @@ def resolve_policy(policy: PolicyLike) -> Policy | Plan | None:
         if policy == "off":
             return None
         if policy not in PRESETS:
-            raise ValueError(f"policy must be one of {', '.join(PRESETS)}, or an object; got {policy!r}")
+            raise ValueError(
+                f"policy must be one of {', '.join(PRESETS)}, or an object; got {policy!r}"
+            )
         return Policy(default=policy)
     if isinstance(policy, Codec):
         return Policy(default=policy)
-    raise TypeError(f"policy must be a preset's name, a codec, a jact.Policy or a jact.Plan; got {policy!r}")
+    raise TypeError(
+        f"policy must be a preset's name, a codec, a jact.Policy or a jact.Plan; got {policy!r}"
+    )
 
 
 @overload
 def compress[**P, R](
-    fun: Callable[P, R], policy: PolicyLike = "int4", *, keep: int | str | Sequence[int | str] = (0,)
+    fun: Callable[P, R],
+    policy: PolicyLike = "int4",
+    *,
+    keep: int | str | Sequence[int | str] = (0,),
 ) -> Callable[P, R]: ...
 
 
@@ -58,18 +65,18 @@ def compress(
 ) -> Callable[..., Any]:
     """Makes a part of a model save its residuals compressed when it is differentiated.
 
-    The result is called like `fun` and returns exactly what `fun` returns. When it is differentiated in reverse mode,
-    by `jax.grad` or `jax.vjp`, its backward pass reads codes in the place of full activations. Arguments that are
-    arrays (at any depth of a pytree) are traced; all others, such as Python numbers, strings and functions, are static,
-    as they are for `fun` itself.
+    The result is called like `fun` and returns exactly what `fun` returns. When it is
+    differentiated in reverse mode, by `jax.grad` or `jax.vjp`, its backward pass reads codes in the
+    place of full activations. Arguments that are arrays (at any depth of a pytree) are traced; all
+    others, such as Python numbers, strings and functions, are static, as they are for `fun` itself.
 
     Args:
         fun: the function. Omitted, the result is a decorator.
-        policy: how residuals are stored: a preset ("int8", "int4", "int2", "int1", "bf16", "fp8", "fp8_e5m2", "off"), a
-            codec, a `jact.Policy` or a `jact.Plan`.
-        keep: positions of positional arguments, or names of keyword arguments, that outlive the call (parameters) and
-            are kept by reference. The floating-point arrays in all other arguments are activations, and are encoded
-            where the backward pass needs them.
+        policy: how residuals are stored: a preset ("int8", "int4", "int2", "int1", "bf16", "fp8",
+            "fp8_e5m2", "off"), a codec, a `jact.Policy` or a `jact.Plan`.
+        keep: positions of positional arguments, or names of keyword arguments, that outlive the
+            call (parameters) and are kept by reference. The floating-point arrays in all other
+            arguments are activations, and are encoded where the backward pass needs them.
 
     Returns:
         The function, with `fun` as its `__wrapped__`. It works as a method, too.
@@ -79,7 +86,8 @@ def compress(
         ValueError: for an unknown preset.
 
     References:
-        Liu et al., GACT: Activation Compressed Training for Generic Network Architectures, ICML 2022, section 3.
+        Liu et al., GACT: Activation Compressed Training for Generic Network Architectures, ICML
+        2022, section 3.
 
     >>> import jax, jax.numpy as jnp, jact
     >>> def layer(w, x):
@@ -119,11 +127,16 @@ class Compressed:
         self._differentiated = differentiated
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
         if self.policy is None:
             return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
         traced = self.trace(*args, **kwargs)
         run = compressed(
-            traced.closed, traced.inputs, traced.num_differentiated_outputs, self.policy, traced.name
+            traced.closed,
+            traced.inputs,
+            traced.num_differentiated_outputs,
+            self.policy,
+            traced.name,
         )
         return traced.unflatten(run(*traced.values))
 
@@ -134,15 +147,19 @@ class Compressed:
         return Traced(fun, args, kwargs, self._is_kept, self._has_aux, differentiated)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
-        """Traces and analyses the function at some arguments, which may be arrays or types, without running it.
+        """Traces and analyses the function at some arguments, arrays or types.
 
         Raises:
             ValueError: when the policy is "off".
         """
         if self.policy is None:
-            raise ValueError('policy "off" leaves the function as it is: there is nothing to analyse')
+            raise ValueError(
+                'policy "off" leaves the function as it is: there is nothing to analyse'
+            )
         traced = self.trace(*args, **kwargs)
-        perturbed = [spec.argument is not None or not self._differentiated for spec in traced.inputs]
+        perturbed = [
+            spec.argument is not None or not self._differentiated for spec in traced.inputs
+        ]
         return prepare(
             traced.closed,
             traced.values,
@@ -171,12 +188,14 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` with compressed residuals.
 
-    The value is exact. The gradient is computed from the codes of the activations, and has the structure, shapes and
-    dtypes of the plain gradient. Every argument outlives the call, so arguments are never encoded. The gradient can be
-    differentiated again; second derivatives are those of the plain function, exactly.
+    The value is exact. The gradient is computed from the codes of the activations, and has the
+    structure, shapes and dtypes of the plain gradient. Every argument outlives the call, so
+    arguments are never encoded. The gradient can be differentiated again; second derivatives are
+    those of the plain function, exactly.
 
     Args:
-        fun: the function to differentiate; returns a scalar, or a pair of a scalar and auxiliary data.
+        fun: the function to differentiate; returns a scalar, or a pair of a scalar and auxiliary
+            data.
         argnums: which positional arguments to differentiate with respect to.
         has_aux: whether `fun` returns auxiliary data as well.
         holomorphic: as in `jax.value_and_grad`.
@@ -185,20 +204,22 @@ def value_and_grad(
         policy: how residuals are stored; see `jact.compress`.
 
     Returns:
-        A function with the arguments of `fun`, returning `(value, gradient)`, or `((value, aux), gradient)`.
+        A function with the arguments of `fun`, returning `(value, gradient)`, or `((value, aux),
+        gradient)`.
 
     Raises:
         TypeError: as `jax.value_and_grad` does, and for a policy of the wrong type.
         ValueError: for an unknown preset.
 
     References:
-        Chakrabarti and Moseley, Backprop with Approximate Activations for Memory-efficient Network Training, NeurIPS
-        2019, section 3.
+        Chakrabarti and Moseley, Backprop with Approximate Activations for Memory-efficient Network
+        Training, NeurIPS 2019, section 3.
 
     >>> import jax.numpy as jnp, jact
     >>> def loss(w, x, y):
     ...     return jnp.mean((jnp.tanh(x @ w).sum(-1) - y) ** 2)
-    >>> value, gradient = jact.value_and_grad(loss, policy="int8")(jnp.ones((32, 4)), jnp.ones((256, 32)), jnp.ones(256))
+    >>> w, x, y = jnp.ones((32, 4)), jnp.ones((256, 32)), jnp.ones(256)
+    >>> value, gradient = jact.value_and_grad(loss, policy="int8")(w, x, y)
     >>> value, gradient.shape
     (Array(9., dtype=float32), (32, 4))
     """
@@ -245,17 +266,18 @@ def make_plan(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> Callable[..., Plan]:
-    """The plan that a policy amounts to for a function: which values are saved, and how each is stored.
+    """Makes the plan that a policy amounts to for a function, without running the function.
 
     Args:
-        fun: a function to differentiate, or the result of `jact.compress`, `jact.grad` or `jact.value_and_grad`,
-            which bring their own policy and arguments to differentiate.
+        fun: a function to differentiate, or the result of `jact.compress`, `jact.grad` or
+            `jact.value_and_grad`, which bring their own policy and arguments to differentiate.
         policy: how residuals are stored; see `jact.compress`.
         argnums: as in `jact.value_and_grad`.
         has_aux: as in `jact.value_and_grad`.
 
     Returns:
-        A function with the arguments of `fun`, which may be arrays or `jax.ShapeDtypeStruct`s, that returns the plan.
+        A function with the arguments of `fun`, which may be arrays or `jax.ShapeDtypeStruct`s, that
+        returns the plan.
 
     Raises:
         ValueError: when the policy is "off".
@@ -279,7 +301,7 @@ def make_plan(
 def as_compressed(
     fun: Callable[..., Any], policy: PolicyLike, argnums: int | Sequence[int], has_aux: bool
 ) -> Compressed:
-    """The `Compressed` inside a function that jact made, or one made of `fun` as `jact.value_and_grad` makes it."""
+    """The `Compressed` inside a function that jact made, or one for differentiating `fun`."""
     inner: Any = fun
     while inner is not None and not isinstance(inner, Compressed):
         inner = getattr(inner, "__wrapped__", None)
@@ -289,7 +311,7 @@ def as_compressed(
 def _differentiated(
     fun: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, policy: PolicyLike
 ) -> Compressed:
-    """The function to hand to JAX's own differentiation, which checks the arguments that it shares with ours."""
+    """The function to hand to JAX's own differentiation, which checks its other arguments."""
     if not callable(fun):
         raise TypeError(f"fun must be callable, got {fun!r}")
     differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)

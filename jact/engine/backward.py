@@ -1,4 +1,4 @@
-"""The backward pass: JAX's own, with its residuals made from codes at the moment they are needed."""
+"""The backward pass: JAX's own, with residuals made from codes at the moment of need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jact.engine.linearize import Linearized
 from jact.engine.program import Atom, Equation, Var
 from jact.engine.select import Saved
 
-#: How many later values may be decoded before one that is not in use is forgotten, to be decoded anew when needed.
+#: How many later values may be decoded before one that is not in use is forgotten, to be decoded
+#: anew when needed.
 _WINDOW = 2
 
 
@@ -71,14 +72,17 @@ class _BackwardPass:
         self._tokens = _tokens(self._eqns, linearized.cotangent_inputs)
         # Where an equation reads residuals alone, they wait for the cotangent that was used last.
         self._latest: list[Any] = list(cotangents)[:1]
-        self._gradients = {v for v in self._program.outvars if compat.is_var(v) and v not in self._atoms}
+        self._gradients = {
+            v for v in self._program.outvars if compat.is_var(v) and v not in self._atoms
+        }
 
     def run(self) -> list[Any]:
         outvars = self._program.outvars
         # What stands for a cotangent must outlive it, to be waited for in its place.
         keep = [*outvars, *(token for var, token in self._tokens.items() if token is not var)]
         programs.evaluate(self._eqns, self._env, keep=keep, before=self._fetch, after=self._forget)
-        # A gradient may be a residual itself, as that of x in x * w is w where the cotangent is one.
+        # A gradient may be a residual itself, as that of x in x * w is w where the cotangent is
+        # one.
         direct = [v for v in outvars if compat.is_var(v) and v in self._atoms]
         values, _ = self._residuals.get([self._atoms[v] for v in direct], self._latest)
         self._env.update(zip(direct, values, strict=True))
@@ -91,14 +95,17 @@ class _BackwardPass:
         if not wanted:
             return
         waiting = list(dict.fromkeys(self._tokens[v] for v in operands if v in self._tokens))
-        # Gradients that are ready wait as well: XLA would rather compute them last, and keep their operands until then.
+        # Gradients that are ready wait as well: XLA would rather compute them last, and keep their
+        # operands until then.
         ready = [v for v in self._env if v in self._gradients and v not in waiting]
         waited_for = [self._env[v] for v in waiting] or self._latest
         values, waited = self._residuals.get(
             [self._atoms[v] for v in wanted], [*waited_for, *(self._env[v] for v in ready)]
         )
         self._env.update(zip(wanted, values, strict=True))
-        self._env.update(zip([*waiting, *ready], waited[len(waited_for) - len(waiting) :], strict=True))
+        self._env.update(
+            zip([*waiting, *ready], waited[len(waited_for) - len(waiting) :], strict=True)
+        )
         self._latest = waited[:1]
 
     def _forget(self, eqn: Equation) -> None:
@@ -108,9 +115,10 @@ class _BackwardPass:
 
 
 def _tokens(eqns: Sequence[Equation], cotangents: Sequence[Var]) -> dict[Var, Var]:
-    """For each value that depends on a cotangent, the value to wait for: itself, or what it is a broadcast of.
+    """For each value that depends on a cotangent, the value to wait for in its place.
 
-    To wait for a value is to have it in memory, where a broadcast need not be.
+    That is itself, or what it is a broadcast of: to wait for a value is to have it in memory, where
+    a broadcast need not be.
     """
     tokens: dict[Var, Var] = {v: v for v in cotangents}
     for eqn in eqns:
@@ -124,8 +132,8 @@ def _tokens(eqns: Sequence[Equation], cotangents: Sequence[Var]) -> dict[Var, Va
 class _Residuals:
     """Makes residuals from codes and from inputs, each at the moment it is asked for.
 
-    A value that was made stays while it is in use, so that readers near each other share one decoding; between
-    readers far apart it is forgotten.
+    A value that was made stays while it is in use, so that readers near each other share one
+    decoding; between readers far apart it is forgotten.
     """
 
     def __init__(
@@ -138,6 +146,12 @@ class _Residuals:
         self._producers = programs.Producers(linearized.forward.eqns)
         self._inputs = dict(linearized.forward.consts) | dict(by_reference)
         self._saved = {entry.var: (entry, code) for entry, code in zip(saved, codes, strict=True)}
+        # What is saved as it is can be read at any time.
+        self._at_hand = self._inputs | {
+            var: code
+            for var, (entry, code) in self._saved.items()
+            if isinstance(entry.codec, codecs.Keep)
+        }
         self._made: dict[Var, Any] = {}
         self._last_use: dict[Var, int] = {}
         self._time = 0
@@ -152,7 +166,9 @@ class _Residuals:
         Returns:
             The values, and the cotangents again: those that readers must use from now on.
         """
-        missing = [a for a in wanted if compat.is_var(a) and a not in self._inputs and a not in self._made]
+        missing = [
+            a for a in wanted if compat.is_var(a) and a not in self._at_hand and a not in self._made
+        ]
         cotangents = list(cotangents)
         if missing:
             cotangents = self._make(missing, cotangents)
@@ -160,7 +176,10 @@ class _Residuals:
             if compat.is_var(atom):
                 self._last_use[atom] = self._time
         values = [
-            self._inputs[a] if compat.is_var(a) and a in self._inputs else programs.read(self._made, a) for a in wanted
+            self._at_hand[a]
+            if compat.is_var(a) and a in self._at_hand
+            else programs.read(self._made, a)
+            for a in wanted
         ]
         self._forget()
         return values, cotangents
@@ -169,12 +188,14 @@ class _Residuals:
         eqns, leaves = self._producers.cone(wanted, lambda v: v in self._made or v in self._saved)
         to_decode = [v for v in leaves if v in self._saved and v not in self._made]
         inputs = [v for v in leaves if v in self._inputs]
-        # Without the barrier XLA would decode everything at once, when the backward pass begins, or share the forward
-        # pass's own copy of what is made again, and keep it alive until here.
+        # Without the barrier XLA would decode everything at once, when the backward pass begins, or
+        # share the forward pass's own copy of what is made again, and keep it alive until here.
         codes, values, cotangents = lax.optimization_barrier(
             ([self._saved[v][1] for v in to_decode], [self._inputs[v] for v in inputs], cotangents)
         )
-        env = dict(zip(inputs, values, strict=True)) | {v: self._made[v] for v in leaves if v in self._made}
+        env = dict(zip(inputs, values, strict=True)) | {
+            v: self._made[v] for v in leaves if v in self._made
+        }
         for var, code in zip(to_decode, codes, strict=True):
             entry, _ = self._saved[var]
             env[var] = entry.codec.decode(code, var.aval.shape, var.aval.dtype)
@@ -192,16 +213,20 @@ class _Residuals:
             del self._made[var], self._last_use[var]
 
 
-def exact_pullback(linearized: Linearized, inputs: Mapping[int, Any], cotangents: Sequence[Any]) -> list[Any]:
-    """The gradients without any code: the function whose derivative a second differentiation takes."""
-    env = dict(linearized.forward.consts) | {linearized.forward.invars[i]: x for i, x in inputs.items()}
+def exact_pullback(
+    linearized: Linearized, inputs: Mapping[int, Any], cotangents: Sequence[Any]
+) -> list[Any]:
+    """The gradients without any code; this is what a second differentiation differentiates."""
+    env = dict(linearized.forward.consts) | {
+        linearized.forward.invars[i]: x for i, x in inputs.items()
+    }
     residuals = [a for a in linearized.residuals if compat.is_var(a)]
     eqns, _ = programs.Producers(linearized.forward.eqns).cone(residuals, lambda v: False)
     programs.evaluate(eqns, env, keep=residuals)
     values = [programs.read(env, a) for a in linearized.residuals]
     program = linearized.backward
     env = dict(program.consts) | dict(zip(program.invars, [*values, *cotangents], strict=True))
-    programs.evaluate(programs.live_equations(program.eqns, program.outvars), env, keep=program.outvars)
+    programs.evaluate(
+        programs.live_equations(program.eqns, program.outvars), env, keep=program.outvars
+    )
     return [programs.read(env, a) for a in program.outvars]
-
-

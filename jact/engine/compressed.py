@@ -1,4 +1,4 @@
-"""A flat function whose backward pass reads codes: trace, select and run, tied together by `jax.custom_vjp`."""
+"""A flat function whose backward pass reads codes, tied together by `jax.custom_vjp`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
+from jact import compat
 from jact.engine import backward, forward
 from jact.engine.graph import Input
 from jact.engine.linearize import Linearized, as_function, linearize
@@ -43,7 +44,7 @@ class _Static:
 
 
 def prepare(
-    closed: jex.ClosedJaxpr,
+    closed: Any,
     values: Sequence[Any],
     inputs: Sequence[Input],
     perturbed: Sequence[bool],
@@ -68,7 +69,7 @@ def prepare(
 
 
 def compressed(
-    closed: jex.ClosedJaxpr,
+    closed: Any,
     inputs: Sequence[Input],
     num_differentiated_outputs: int,
     policy: Policy | Plan,
@@ -90,7 +91,7 @@ def compressed(
 
     @jax.custom_vjp
     def run(*values: Any) -> list[Any]:
-        plain = jex.ClosedJaxpr(closed.jaxpr, list(values[:num_consts]))
+        plain = compat.with_constants(closed, values[:num_consts])
         return list(jex.jaxpr_as_fun(plain)(*values[num_consts:]))
 
     def run_forward(*primals: Any) -> tuple[list[Any], Any]:
@@ -113,15 +114,14 @@ def compressed(
         return tuple(result)
 
     run.defvjp(run_forward, run_backward, symbolic_zeros=True)
-    run.__name__ = run.__qualname__ = f"jact.compress({name})"
     return run
 
 
 def _inputs_to_keep(prepared: Prepared) -> list[int]:
     """The inputs that are kept by reference.
 
-    A second differentiation needs all that the residuals depend on. Where an input is encoded there can be none, and
-    only what the first one needs is kept.
+    A second differentiation needs all that the residuals depend on. Where an input is encoded there
+    can be none, and only what the first one needs is kept.
     """
     saved = () if _twice_differentiable(prepared) else prepared.saved
     return backward.inputs_read(prepared.linearized, saved)
@@ -134,8 +134,8 @@ def _twice_differentiable(prepared: Prepared) -> bool:
 def _pullback(prepared: Prepared, name: str) -> Callable[..., list[Any]]:
     """The backward pass as a function that can itself be differentiated, exactly.
 
-    Codes are integers, and no derivative passes through them. The derivative of the gradient is therefore that of the
-    plain gradient, computed from the inputs.
+    Codes are integers, and no derivative passes through them. The derivative of the gradient is
+    therefore that of the plain gradient, computed from the inputs.
     """
     linearized, saved = prepared.linearized, prepared.saved
 
@@ -148,9 +148,9 @@ def _pullback(prepared: Prepared, name: str) -> Callable[..., list[Any]]:
         by_reference, codes, cotangents = primals
         if not _twice_differentiable(prepared):
             raise NotImplementedError(
-                f"jact.compress({name}) encodes an argument, so its gradient cannot be differentiated again. For "
-                f"second derivatives, keep every argument by reference (keep=...), use jact.grad or "
-                f'jact.value_and_grad on the whole function, or policy="off".'
+                f"jact.compress({name}) encodes an argument, so its gradient cannot be "
+                "differentiated again. For second derivatives keep every argument by reference "
+                '(keep=...), use jact.grad on the whole function, or policy="off".'
             )
 
         def exact(by_reference: Any, cotangents: Any) -> list[Any]:
@@ -165,11 +165,11 @@ def _pullback(prepared: Prepared, name: str) -> Callable[..., list[Any]]:
 def _instantiate(cotangent: Any) -> Any:
     """A cotangent array; JAX passes those that are known to be zero as symbols."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
+        dtype: Any = cotangent.dtype
+        return jnp.zeros(cotangent.shape, dtype)
     return cotangent
 
 
 def _seed(name: str) -> int:
     """The static part of a residual's rounding noise: stable, and different for every name."""
     return zlib.crc32(name.encode())
-

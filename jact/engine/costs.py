@@ -1,7 +1,7 @@
 """What an operation costs to run again, as data: the one place that says what is dear.
 
-The backward pass runs cheap operations again rather than saving their results. It never runs a *dear* one again,
-unless the policy says so.
+The backward pass runs cheap operations again rather than saving their results. It never runs a
+*dear* one again, unless the policy says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from jax.extend import core as jex
 from jact import compat
 from jact.engine.program import Equation
 
-#: Operations that are never run again: products, convolutions, solvers, sorts, loops, foreign calls and communication.
+#: Operations that are never run again: products, convolutions, solvers, sorts, loops, foreign calls
+#: and communication.
 DEAR = {
     "dot_general",
     "ragged_dot",
@@ -70,7 +71,8 @@ DEAR = {
     "reduce_scatter",
 }
 
-#: Operations that grow without bound near some argument: the result of one is never made from a decoded argument.
+#: Operations that grow without bound near some argument: the result of one is never made from a
+#: decoded argument.
 SINGULAR = {
     "log",
     "log1p",
@@ -89,22 +91,24 @@ SINGULAR = {
     "polygamma",
 }
 
-#: Operations that add two values of the same size: where two streams meet, the sum is saved, not its parts.
+#: Operations that add two values of the same size: where two streams meet, the sum is saved, not
+#: its parts.
 JOINS = {"add", "add_any", "sub"}
 
-#: A reduction to less than this fraction of its operand makes a statistic (a mean, a variance), which is saved exactly.
+#: A reduction to less than this fraction of its operand makes a statistic (a mean, a variance),
+#: which is saved exactly.
 STATISTIC_FRACTION = 1 / 16
 
 
 def is_dear(eqn: Equation) -> bool:
-    """Whether an equation is too dear to run again. Calls are as dear as the dearest equation inside."""
+    """Whether an equation, or one inside of it, is too dear to run again."""
     if eqn.effects or eqn.primitive.name in DEAR:
         return True
-    return any(is_dear(inner) for jaxpr in jex.jaxprs_in_params(eqn.params) for inner in _equations(jaxpr))
-
-
-def _equations(jaxpr: jex.Jaxpr | jex.ClosedJaxpr) -> list[Equation]:
-    return list(jaxpr.jaxpr.eqns if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr.eqns)
+    return any(
+        is_dear(inner)
+        for jaxpr in jex.jaxprs_in_params(eqn.params)
+        for inner in compat.equations(jaxpr)
+    )
 
 
 def is_batched_product(eqn: Equation) -> bool:
@@ -127,7 +131,7 @@ def is_singular(eqn: Equation, inexact: set[jex.Var]) -> bool:
 
 
 def is_statistic(eqn: Equation) -> bool:
-    """Whether an equation reduces an array to something much smaller, as a mean or a variance does."""
+    """Whether an equation reduces an array to a much smaller one, as a mean does."""
     if not eqn.primitive.name.startswith(("reduce_", "argm", "squeeze_", "rms")):
         return False
     largest = max((math.prod(a.aval.shape) for a in eqn.invars), default=0)

@@ -12,7 +12,7 @@ from jact import codecs, compat
 from jact.engine import costs
 from jact.engine import program as programs
 from jact.engine.linearize import Linearized
-from jact.engine.program import Equation
+from jact.engine.program import Equation, Var
 from jact.engine.select import Saved
 
 
@@ -44,19 +44,30 @@ def run_forward(
         if not isinstance(saved[i].codec, codecs.Keep):
             unsettled.append(i)
 
-    def settle(eqn: Equation) -> None:
-        """Makes a dear operation wait for the codes so far.
+    def settle(variables: Sequence[Var]) -> None:
+        """Makes the readers of some variables wait for the codes so far.
 
-        Left alone, XLA may put the encoding off until the backward pass, and keep the full arrays until then.
+        Left alone, XLA may put the encoding off until the backward pass, and keep the full arrays
+        until then.
         """
-        waiting = [v for v in programs.operands(eqn) if _can_wait(env[v])]
-        if not unsettled or not waiting or not costs.is_dear(eqn):
+        waiting = [v for v in variables if _can_wait(env[v])]
+        if not unsettled or not waiting:
             return
-        values, new_codes = lax.optimization_barrier(([env[v] for v in waiting], [codes[i] for i in unsettled]))
+        values, new_codes = lax.optimization_barrier(
+            ([env[v] for v in waiting], [codes[i] for i in unsettled])
+        )
         env.update(zip(waiting, values, strict=True))
         for i, code in zip(unsettled, new_codes, strict=True):
             codes[i] = code
         unsettled.clear()
+
+    def settle_before(eqn: Equation) -> None:
+        if costs.is_dear(eqn):
+            settle(programs.operands(eqn))
+
+    def encode_results(eqn: Equation) -> None:
+        for var in eqn.outvars:
+            encode(var)
 
     for var in program.invars:
         encode(var)
@@ -65,9 +76,10 @@ def run_forward(
         programs.live_equations(program.eqns, wanted),
         env,
         keep=linearized.outputs,
-        before=settle,
-        after=lambda eqn: [encode(var) for var in eqn.outvars] and None,
+        before=settle_before,
+        after=encode_results,
     )
+    settle([a for a in linearized.outputs if compat.is_var(a)])
     outputs = [programs.read(env, a) for a in linearized.outputs]
     return outputs, codes
 

@@ -1,8 +1,9 @@
-"""The values of a forward pass: what each is made of, what it is called, and how it would be stored.
+"""The values of a forward pass: their origins, their names, and how each would be stored.
 
-A value is *made* when a dear operation or an encoded input stands behind it; other values follow cheaply from the
-arguments that are kept by reference anyway and are never saved. Some made values are *pinned*: they are never made
-again from what was saved, so that they, or something that follows from them, must be saved themselves.
+A value is *made* when a dear operation or an encoded input stands behind it; other values follow
+cheaply from the arguments that are kept by reference anyway and are never saved. Some made values
+are *pinned*: they are never made again from what was saved, so that they, or something that follows
+from them, must be saved themselves.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Input:
 
     Attributes:
         name: how the user would write it, such as `args[1]['image']`.
-        argument: identifies the differentiated argument that the input belongs to; None for every other input.
+        argument: identifies the differentiated argument that the input belongs to; None for every
+            other input.
         encoded: whether it is an activation, to be encoded, rather than kept by reference.
     """
 
@@ -96,7 +98,8 @@ class Graph:
     Attributes:
         values: by variable, in the order in which they are made.
         names: the names of the pinned values.
-        edges: pairs (operand, result) of made values where the result is cheap to make again from the operands.
+        edges: pairs (operand, result) of made values where the result is cheap to make again from
+            the operands.
     """
 
     values: dict[Var, Value]
@@ -137,7 +140,9 @@ class _Builder:
     def build(self) -> Graph:
         self.origins.update(dict.fromkeys(self.program.consts, Origin.DATA))
         for var, spec in zip(self.program.invars, self.inputs, strict=True):
-            self.origins[var] = Origin.DATA if spec.argument is None or spec.encoded else spec.argument
+            self.origins[var] = (
+                Origin.DATA if spec.argument is None or spec.encoded else spec.argument
+            )
             if spec.encoded:
                 self._add(var, spec.name, "", "an input", frozenset(), Origin.DATA)
         for eqn in self.program.eqns:
@@ -148,10 +153,12 @@ class _Builder:
         return self.graph
 
     def _visit_identities(self, eqn: Equation) -> None:
-        """A barrier's results are its operands one by one; taken together they would all depend on each other."""
+        """A barrier's results are its operands, one by one."""
         for operand, out in zip(eqn.invars, eqn.outvars, strict=True):
             made = self.graph.values.get(operand) if compat.is_var(operand) else None
-            self.origins[out] = self.origins[operand] if compat.is_var(operand) else Origin.GENERATED
+            self.origins[out] = (
+                self.origins[operand] if compat.is_var(operand) else Origin.GENERATED
+            )
             if made is not None:
                 self.graph.values[out] = dataclasses.replace(made, var=out, pinned="")
                 self.graph.edges.append((operand, out))
@@ -163,8 +170,9 @@ class _Builder:
         dear = self._is_dear(eqn, base)
         origin = self._origin(operands, dear)
         roots = frozenset().union(*(self._roots(m) for m in made))
-        # The statistics of scores that are computed again must be those of the scores as they come out then: with the
-        # exact maximum and sum, the exponentials of a softmax need not be bounded, nor add up to one.
+        # The statistics of scores that are computed again must be those of the scores as they come
+        # out then: with the exact maximum and sum, the exponentials of a softmax need not be
+        # bounded, nor add up to one.
         rerun = not dear and (costs.is_dear(eqn) or any(m.rerun for m in made))
         for out in eqn.outvars:
             if compat.is_drop_var(out):
@@ -191,12 +199,13 @@ class _Builder:
             return False
         # Scores are cheap next to what saving them costs; a product with weights is not.
         scores = costs.is_batched_product(eqn) and all(
-            compat.is_var(a) and a in self.graph.values and self._roots(self.graph.values[a]) for a in eqn.invars
+            compat.is_var(a) and a in self.graph.values and self._roots(self.graph.values[a])
+            for a in eqn.invars
         )
         return not scores
 
     def _origin(self, operands: Sequence[Var], dear: bool) -> Origin | int:
-        """Weights stay weights under cheap operations, and under dear ones that involve nothing else."""
+        """Weights stay weights, but for dear operations that involve anything else."""
         origins = {self.origins[v] for v in operands}
         if not dear:
             origins.discard(Origin.GENERATED)
@@ -236,7 +245,9 @@ class _Builder:
         return [(a, values[a]) for a in eqn.invars if compat.is_var(a) and a in values]
 
     def _joins_streams(self, eqn: Equation, out: Var) -> bool:
-        parts = [self._roots(value) for var, value in self._made(eqn) if var.aval.shape == out.aval.shape]
+        parts = [
+            self._roots(value) for var, value in self._made(eqn) if var.aval.shape == out.aval.shape
+        ]
         return len(parts) == 2 and bool(parts[0] - parts[1]) and bool(parts[1] - parts[0])
 
     def _add(
@@ -271,7 +282,7 @@ class _Builder:
         self.graph.values[var] = Value(var, base, line, pinned, roots, exact, codec, origin, rerun)
 
     def _policy_name(self, name: str, roots: frozenset[Var], pinned: str) -> str:
-        """A value that follows from one root goes by the root's name, which is the more stable one."""
+        """A value that follows from one root goes by its name, which is the more stable one."""
         if not pinned and len(roots) == 1:
             return self.graph.names[next(iter(roots))]
         return name
@@ -308,7 +319,7 @@ class _Builder:
 
 
 def storage(action: Action, aval: Any) -> tuple[Codec, str]:
-    """The codec that an action asks for, where it can be used and pays, and otherwise why the value stays exact."""
+    """The codec that an action asks for, or why the value stays exact all the same."""
     if isinstance(action, str):
         return codecs.Keep(), "the policy keeps it"
     if not action.supports(aval.shape, aval.dtype):
@@ -324,7 +335,7 @@ def _mask_if_it_pays(aval: Any) -> Codec:
 
 
 def module_path(eqn: Equation) -> str:
-    """The name scopes of an equation without JAX's transformations, ending in a slash unless empty."""
+    """The name scopes of an equation, without JAX's transformations; empty or ending in a slash."""
     scopes = compat.name_scopes(eqn.source_info)
     # "transpose(jvp(Model))/Block_0" and "jvp()/Block_0" both lose their wrappers.
     while (plain := re.sub(r"\w+\(([^()]*)\)", r"\1", scopes)) != scopes:

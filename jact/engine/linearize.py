@@ -1,8 +1,8 @@
 """From a function to JAX's own linearisation of it, as two straight-line programs.
 
-The forward program computes the results and the *residuals*: every value that JAX's backward pass reads. The backward
-program computes the gradients from the residuals and the cotangents. What jact does lies between the two: it chooses
-from which saved values the residuals are made again.
+The forward program computes the results and the *residuals*: every value that JAX's backward pass
+reads. The backward program computes the gradients from the residuals and the cotangents. What jact
+does lies between the two: it chooses from which saved values the residuals are made again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
 
 from jact import compat
 from jact.engine import program as programs
@@ -29,8 +28,10 @@ class Linearized:
         forward: from the inputs to the results, followed by the residuals.
         backward: from the residuals, followed by the cotangents, to the gradients.
         num_outputs: the number of results among `forward.outvars`.
-        differentiated: positions of the inputs that have a gradient, in the order of `backward.outvars`.
-        cotangents: positions of the results that have a cotangent, in the order of `backward`'s inputs.
+        differentiated: positions of the inputs that have a gradient, in the order of
+            `backward.outvars`.
+        cotangents: positions of the results that have a cotangent, in the order of `backward`'s
+            inputs.
     """
 
     forward: Program
@@ -76,14 +77,20 @@ def linearize(
     Args:
         fun: takes and returns flat sequences of arrays.
         inputs: arrays, tracers or types, one for each argument of `fun`.
-        perturbed: for each input, whether its gradient is wanted. Inputs of other than inexact dtype never have one.
-        num_differentiated_outputs: how many of the first results take part; the others are auxiliary.
+        perturbed: for each input, whether its gradient is wanted. Inputs of other than inexact
+            dtype never have one.
+        num_differentiated_outputs: how many of the first results take part; the others are
+            auxiliary.
 
     Returns:
         The two programs.
     """
     avals = [compat.type_of(x) for x in inputs]
-    at = tuple(i for i, (a, p) in enumerate(zip(avals, perturbed, strict=True)) if p and is_differentiable(a.dtype))
+    at = tuple(
+        i
+        for i, (a, p) in enumerate(zip(avals, perturbed, strict=True))
+        if p and is_differentiable(a.dtype)
+    )
     tree: Any = None
     cotangents: tuple[int, ...] = ()
     num_outputs = 0
@@ -99,11 +106,17 @@ def linearize(
             outs = list(fun(*full))
             num_outputs = len(outs)
             cotangents = tuple(
-                i for i, o in enumerate(outs[:num_differentiated_outputs]) if is_differentiable(compat.type_of(o).dtype)
+                i
+                for i, o in enumerate(outs[:num_differentiated_outputs])
+                if is_differentiable(compat.type_of(o).dtype)
             )
-            return [outs[i] for i in cotangents], [o for i, o in enumerate(outs) if i not in set(cotangents)]
+            return [outs[i] for i in cotangents], [
+                o for i, o in enumerate(outs) if i not in set(cotangents)
+            ]
 
-        moving_outs, pull, other_outs = jax.vjp(of_differentiated, *[args[i] for i in at], has_aux=True)
+        moving_outs, pull, other_outs = jax.vjp(
+            of_differentiated, *[args[i] for i in at], has_aux=True
+        )
         by_position = dict(zip(cotangents, moving_outs, strict=True))
         others = iter(other_outs)
         outs = [by_position[i] if i in by_position else next(others) for i in range(num_outputs)]
@@ -112,7 +125,9 @@ def linearize(
 
     closed_forward = jax.make_jaxpr(forward)(*avals)
     residual_avals = [a.aval for a in closed_forward.jaxpr.outvars[num_outputs:]]
-    cotangent_avals = [compat.cotangent_type(closed_forward.jaxpr.outvars[i].aval) for i in cotangents]
+    cotangent_avals = [
+        compat.cotangent_type(closed_forward.jaxpr.outvars[i].aval) for i in cotangents
+    ]
 
     def backward(*args: Any) -> list[Any]:
         leaves, cts = args[: len(residual_avals)], args[len(residual_avals) :]
@@ -120,12 +135,16 @@ def linearize(
 
     closed_backward = jax.make_jaxpr(backward)(*residual_avals, *cotangent_avals)
     return Linearized(
-        programs.flatten(closed_forward), programs.flatten(closed_backward), num_outputs, at, cotangents
+        programs.flatten(closed_forward),
+        programs.flatten(closed_backward),
+        num_outputs,
+        at,
+        cotangents,
     )
 
 
-def as_function(closed: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
-    """A closed jaxpr as a function of its constants, followed by its inputs, ready to be linearised."""
+def as_function(closed: Any) -> Callable[..., list[Any]]:
+    """A closed jaxpr as a function, to be linearised, of its constants and its inputs."""
     num_consts = len(closed.consts)
     program = programs.flatten(closed)
     # The constants of nested calls follow; they are concrete arrays and stay what they are.

@@ -37,7 +37,8 @@ def minimum_cut[Node](
     index = {node: i for i, node in enumerate(capacities)}
     n = len(index)
     source, sink = 2 * n, 2 * n + 1
-    # Node i is the edge from 2i to 2i + 1. Capacities become integers that add up to less than `_INFINITE`.
+    # Node i is the edge from 2i to 2i + 1. Capacities become integers that add up to less than
+    # `_INFINITE`.
     total = sum(capacities.values())
     scale = min(1.0, (_INFINITE - 2 * n - 2) / total) if total else 1.0
     tails = [2 * i for i in range(n)]
@@ -52,7 +53,8 @@ def minimum_cut[Node](
     shape = (2 * n + 2, 2 * n + 2)
     graph = sparse.csr_array((np.array(values, np.int32), (tails, heads)), shape=shape)
     flow = csgraph.maximum_flow(graph, source, sink).flow
-    # What still can send something to the sink, found by a search backwards through the residual graph.
+    # What still can send something to the sink, found by a search backwards through the residual
+    # graph.
     residual = sparse.csr_array(graph - flow)
     residual.eliminate_zeros()
     reached = csgraph.breadth_first_order(

@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jax.extend import core as jex
-
 from jact import compat
 
-type Var = jex.Var
-type Atom = jex.Var | jex.Literal
-type Equation = jex.JaxprEqn
+# These are `jax.extend.core`'s Var, Literal and JaxprEqn; their declared types hide what they hold.
+type Var = Any
+type Atom = Any
+type Equation = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +31,11 @@ class Program:
     consts: Mapping[Var, Any]
 
 
-def flatten(closed: jex.ClosedJaxpr) -> Program:
+def flatten(closed: Any) -> Program:
     """Inlines nested `jit` and `checkpoint` calls, to any depth.
 
-    Functions with derivative rules of their own stay whole, so that their rules survive; so do calls with explicit
-    shardings, loops, branches and `shard_map`.
+    Functions with derivative rules of their own stay whole, so that their rules survive; so do
+    calls with explicit shardings, loops, branches and `shard_map`.
     """
     eqns: list[Equation] = []
     consts: dict[Var, Any] = {}
@@ -52,7 +51,7 @@ def _inline(
     eqns: list[Equation],
     consts: dict[Var, Any],
 ) -> list[Atom]:
-    """Appends `jaxpr`'s equations, applied to `args`, to `eqns`; returns the atoms of its results."""
+    """Appends `jaxpr`'s equations, applied to `args`, to `eqns`; returns its results."""
     known: dict[Var, Atom] = dict(zip(jaxpr.invars, args, strict=True))
     for var, value in zip(jaxpr.constvars, const_values, strict=True):
         fresh = compat.new_var(var.aval)
@@ -66,7 +65,7 @@ def _inline(
         operands = [resolve(a) for a in eqn.invars]
         source = eqn.source_info
         if call is not None:
-            source = compat.extend_name_stack(source, call.source_info)
+            source = compat.inlined_source(source, call.source_info)
         inner = _inlinable(eqn)
         if inner is not None:
             caller = eqn.replace(source_info=source)
@@ -103,7 +102,8 @@ def evaluate(
 ) -> None:
     """Runs equations in order, reading variables from and writing results to `env`.
 
-    Results are dropped after their last use, so that outside `jit`, too, dead arrays do not pile up.
+    Results are dropped after their last use, so that outside `jit`, too, dead arrays do not pile
+    up.
 
     Args:
         eqns: the equations; every variable that they read is in `env` or made by an earlier one.
@@ -160,8 +160,8 @@ class Producers:
         """What makes `wanted` from values that are available.
 
         Returns:
-            The equations, in order, and the available values that they or `wanted` itself read. A variable that no
-            equation makes counts as available.
+            The equations, in order, and the available values that they or `wanted` itself read. A
+            variable that no equation makes counts as available.
         """
         positions: set[int] = set()
         leaves: dict[Var, None] = {}

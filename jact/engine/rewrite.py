@@ -1,4 +1,4 @@
-"""Operations that are differentiated in jact's own way, because JAX's would save or recompute the wrong thing."""
+"""Operations that jact differentiates in its own way, to save what is small and exact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bind(eqn: Equation, args: Sequence[Any]) -> list[Any]:
 
 
 def _is_pooling(eqn: Equation) -> bool:
-    """Whether an equation is an ordinary maximum over windows, with windows small enough to enumerate."""
+    """Whether an equation is an ordinary maximum over small windows."""
     params = eqn.params
     return (
         all(d == 1 for d in params["base_dilation"])
@@ -37,8 +37,9 @@ def _is_pooling(eqn: Equation) -> bool:
 def _max_pool(eqn: Equation, x: Any) -> Any:
     """Max-pooling that remembers which element of each window won.
 
-    JAX's own gradient looks for the winners again, among values that would be decoded ones. Here the winner's position
-    in its window is a residual of its own: four bits for each window of up to 16 elements, exact.
+    JAX's own gradient looks for the winners again, among values that would be decoded ones. Here
+    the winner's position in its window is a residual of its own: four bits for each window of up to
+    16 elements, exact.
     """
 
     @jax.custom_jvp
@@ -64,7 +65,8 @@ def _winner(eqn: Equation, x: Any, out: Any) -> Any:
     """The position, within each window, of its first greatest element."""
     count = math.prod(eqn.params["window_dimensions"])
     winner = jnp.zeros(out.shape, jnp.int32)
-    # From the last to the first, so that of equal elements the first one stays, as in JAX's own gradient.
+    # From the last to the first, so that of equal elements the first one stays, as in JAX's own
+    # gradient.
     for k, part in reversed(list(enumerate(_window_slices(eqn, x, -jnp.inf)))):
         winner = jnp.where(part == out, jnp.int32(k), winner)
     return winner.astype(jnp.uint4 if count <= 16 else jnp.uint8)

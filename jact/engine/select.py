@@ -1,12 +1,13 @@
-"""Which values to save: a minimum cut between what cannot be made again and what the backward pass reads."""
+"""Which values to save: a minimum cut before what the backward pass reads."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from jact import compat
+from jact import codecs, compat
 from jact.codecs import Codec
 from jact.engine import graph as graphs
 from jact.engine.graph import Graph, Input, Value
@@ -16,7 +17,8 @@ from jact.engine.program import Var
 from jact.plan import Plan
 from jact.policy import Policy
 
-#: Bytes that each further saved array counts for, so that of two equal choices the one with fewer arrays wins.
+#: Bytes that each further saved array counts for, so that of two equal choices the one with fewer
+#: arrays wins.
 _BYTES_PER_ARRAY = 64
 
 
@@ -26,6 +28,7 @@ class Saved:
 
     Attributes:
         name: its stable name: that of the dear operation it follows from.
+        line: the user's line that made what it is named after.
         value: the value.
         codec: how it is stored.
         exact: why it is stored exactly; empty when a codec of the policy stores it.
@@ -33,6 +36,7 @@ class Saved:
     """
 
     name: str
+    line: str
     value: Value
     codec: Codec
     exact: str
@@ -63,8 +67,8 @@ def select(linearized: Linearized, inputs: Sequence[Input], policy: Policy | Pla
         policy: how values are stored. A plan stores the values that its basis chooses.
 
     Returns:
-        The cheapest set of values from which, and from the inputs kept by reference, every residual follows by
-        cheap operations.
+        The cheapest set of values from which, and from the inputs kept by reference, every residual
+        follows by cheap operations.
 
     Raises:
         ValueError: when a plan was made for another function; names what differs.
@@ -73,21 +77,31 @@ def select(linearized: Linearized, inputs: Sequence[Input], policy: Policy | Pla
     graph = graphs.build(linearized, inputs, basis)
     _warn_of_unused_rules(graph, basis)
     chosen = choose(graph, linearized)
+    if all(isinstance(graph.values[v].codec, codecs.Keep) for v in chosen):
+        # Nothing would be smaller, so nothing is worth making again: save what JAX would.
+        chosen = _needed(graph, linearized)
     saved = _name(graph, [v for v in graph.values if v in chosen])
     return _apply(policy, saved) if isinstance(policy, Plan) else saved
 
 
 def choose(graph: Graph, linearized: Linearized) -> set[Var]:
     """The variables to save: the minimum cut, with capacities in bytes after encoding."""
-    needed = [a for a in linearized.residuals if compat.is_var(a) and a in graph.values]
+    needed = _needed(graph, linearized)
     relevant = _ancestors(graph, needed)
-    capacities = {v: graph.values[v].stored_bytes + _BYTES_PER_ARRAY for v in graph.values if v in relevant}
+    capacities = {
+        v: graph.values[v].stored_bytes + _BYTES_PER_ARRAY for v in graph.values if v in relevant
+    }
     edges = [(u, v) for u, v in graph.edges if u in relevant and v in relevant]
     pinned = [v for v in relevant if graph.values[v].pinned]
     return minimum_cut(capacities, edges, pinned, needed)
 
 
-def _ancestors(graph: Graph, needed: Sequence[Var]) -> set[Var]:
+def _needed(graph: Graph, linearized: Linearized) -> set[Var]:
+    """The made values that the backward pass reads."""
+    return {a for a in linearized.residuals if compat.is_var(a) and a in graph.values}
+
+
+def _ancestors(graph: Graph, needed: Iterable[Var]) -> set[Var]:
     """The needed values and all that they can be made from."""
     relevant = set(needed)
     for u, v in reversed(graph.edges):
@@ -97,32 +111,34 @@ def _ancestors(graph: Graph, needed: Sequence[Var]) -> set[Var]:
 
 
 def _name(graph: Graph, chosen: Sequence[Var]) -> list[Saved]:
-    """Gives each chosen value the name of its root, or one of its own where that is taken."""
-    taken: set[str] = set()
-    saved = []
+    """Names each chosen value after its root, or after itself where that name is taken."""
+    saved: dict[str, Saved] = {}
     for var in chosen:
         value = graph.values[var]
-        reason = value.pinned
-        name = graph.names.get(var)
-        if name is None and len(value.roots) == 1:
+        source = value
+        if var not in graph.names and len(value.roots) == 1:
             (root,) = value.roots
-            name, reason = graph.names[root], graph.values[root].pinned
-        name = name or value.path
-        if name in taken:
-            name = value.path
-        count = 0
-        while name in taken:
-            count += 1
-            name = f"{value.path}:{count}"
-        taken.add(name)
-        saved.append(Saved(name, value, value.codec, value.exact, reason or "follows from several values"))
-    return saved
+            source = graph.values[root]
+        name = graph.names.get(source.var, value.path)
+        if name in saved:
+            name, source = value.path, value
+        count = itertools.count(1)
+        while name in saved:
+            name = f"{value.path}:{next(count)}"
+        reason = source.pinned or "follows from several values"
+        saved[name] = Saved(name, source.line, value, value.codec, value.exact, reason)
+    return list(saved.values())
 
 
 def _warn_of_unused_rules(graph: Graph, policy: Policy) -> None:
-    names = [(graph.names.get(v) or value.path, value.aval.shape, value.aval.dtype) for v, value in graph.values.items()]
+    names = [
+        (graph.names.get(v) or value.path, value.aval.shape, value.aval.dtype)
+        for v, value in graph.values.items()
+    ]
     for rule in policy.unused_rules(names):
-        warnings.warn(f"the rule for {rule.name!r} matches no residual of the function", stacklevel=2)
+        warnings.warn(
+            f"the rule for {rule.name!r} matches no residual of the function", stacklevel=2
+        )
 
 
 def _apply(plan: Plan, saved: Sequence[Saved]) -> list[Saved]:
@@ -133,7 +149,8 @@ def _apply(plan: Plan, saved: Sequence[Saved]) -> list[Saved]:
     if missing or unknown:
         raise ValueError(
             "the plan was made for another function: "
-            f"it lacks {', '.join(missing) or 'nothing'}; it alone has {', '.join(unknown) or 'nothing'}"
+            f"it lacks {', '.join(missing) or 'nothing'}; "
+            f"it alone has {', '.join(unknown) or 'nothing'}"
         )
     result = []
     for entry in saved:

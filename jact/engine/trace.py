@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex
 
 from jact import compat
 from jact.engine.graph import Input
@@ -52,16 +51,21 @@ class Traced:
         self.name = function_name(fun)
         array_leaves = [leaves[i] for i in arrays]
         with module_scopes():
-            self.closed: jex.ClosedJaxpr = jax.make_jaxpr(flat)(*map(compat.type_of, array_leaves))
+            self.closed: Any = jax.make_jaxpr(flat)(*map(compat.type_of, array_leaves))
         self.values = [*self.closed.consts, *array_leaves]
         self.inputs = [Input(f"closed over: {_describe(c)}") for c in self.closed.consts]
         for i in arrays:
             self.inputs.append(self._input(paths[i][0], leaves[i], is_kept, differentiated))
 
     def _input(
-        self, path: Any, leaf: Any, is_kept: Callable[[int | str], bool], differentiated: Sequence[int]
+        self,
+        path: Any,
+        leaf: Any,
+        is_kept: Callable[[int | str], bool],
+        differentiated: Sequence[int],
     ) -> Input:
-        # A path is the position in (args, kwargs), then the position or the name, then the path within the argument.
+        # A path is the position in (args, kwargs), then the position or the name, then the path
+        # within the argument.
         where = path[1].idx if hasattr(path[1], "idx") else path[1].key
         name = ("args" if path[0].idx == 0 else "kwargs") + jax.tree_util.keystr(path[1:])
         encoded = not is_kept(where) and _is_activation(compat.type_of(leaf))
@@ -89,9 +93,11 @@ class Traced:
         """The function's output, from its arrays."""
         rest = iter(arrays)
         count = len(arrays) + len(self._static_outputs)
-        leaves = [self._static_outputs[i] if i in self._static_outputs else next(rest) for i in range(count)]
+        leaves = [
+            self._static_outputs[i] if i in self._static_outputs else next(rest)
+            for i in range(count)
+        ]
         return jax.tree.unflatten(self._out_tree, leaves)
-
 
 
 def function_name(fun: Callable[..., Any]) -> str:
@@ -103,7 +109,11 @@ def _is_array(leaf: Any) -> bool:
     """Whether a leaf is traced; every other leaf is static."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return True
-    return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "biufcV" and _has_jax_type(leaf)
+    return (
+        isinstance(leaf, np.ndarray | np.generic)
+        and leaf.dtype.kind in "biufcV"
+        and _has_jax_type(leaf)
+    )
 
 
 def _has_jax_type(leaf: Any) -> bool:

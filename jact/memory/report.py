@@ -201,7 +201,7 @@ def _analysed(function: Compressed) -> Compressed:
 def _row(entry: Saved) -> Row:
     return Row(
         name=entry.name,
-        line=entry.value.line,
+        line=entry.line,
         shape=tuple(entry.value.aval.shape),
         dtype=str(entry.value.aval.dtype),
         bytes=entry.raw_bytes,

@@ -59,8 +59,8 @@ def plan_groups(shape: tuple[int, ...], group_size: int = 64) -> Groups | None:
     """Divides an array into groups of about `group_size` neighbouring elements.
 
     The leading axis (the batch) is never in a group of an array of two or more axes, and the last
-    one (channels, which are often sharded) only where there is no other. Blocks divide their axis,
-    so nothing is ever padded. An axis without a divisor near the target is taken whole.
+    one (channels, which are often sharded) only where the others are too short. Blocks divide their
+    axis, so nothing is ever padded. An axis without a divisor near the target is taken whole.
 
     Args:
       shape: the shape of the array.
@@ -79,12 +79,23 @@ def plan_groups(shape: tuple[int, ...], group_size: int = 64) -> Groups | None:
       (128, 16, 2, 32, 64)
       >>> plan_groups((64, 7, 7, 2048)).size
       49
+      >>> plan_groups((5000, 4, 256)).split_shape  # Nodes, heads, features.
+      (5000, 4, 4, 64)
       >>> plan_groups(()) is None
       True
     """
     if not shape or 0 in shape:
         return None
-    first, last = _groupable_axes(len(shape))
+    groups = _groups(tuple(shape), *_groupable_axes(len(shape)), group_size)
+    if len(shape) > 2 and groups.size < group_size / 4:
+        # Too few elements lie between the batch and the channels, as in (nodes, heads, features).
+        channels = _groups(tuple(shape), len(shape) - 1, len(shape) - 1, group_size)
+        groups = max(groups, channels, key=lambda g: g.size)
+    return groups if groups.size >= MIN_GROUP else None
+
+
+def _groups(shape: tuple[int, ...], first: int, last: int, group_size: int) -> Groups:
+    """Groups along the axes from `first` to `last`, the innermost ones taken first."""
     axis, inner = last, 1
     while axis > first and inner * shape[axis] < group_size:
         inner *= shape[axis]
@@ -92,8 +103,7 @@ def plan_groups(shape: tuple[int, ...], group_size: int = 64) -> Groups | None:
     block = _block_length(shape[axis], inner, group_size)
     if block == 1 and axis < last:
         axis, block = axis + 1, shape[axis + 1]
-    groups = Groups(shape=tuple(shape), axis=axis, last=last, block=block)
-    return groups if groups.size >= MIN_GROUP else None
+    return Groups(shape=shape, axis=axis, last=last, block=block)
 
 
 def _groupable_axes(ndim: int) -> tuple[int, int]:
