@@ -127,3 +127,9 @@ def cotangent_type(aval: Any) -> Any:
     """The type of the cotangents of values of type `aval`."""
     convert = getattr(aval, "to_ct_aval", None) or aval.to_tangent_aval
     return convert().strip_weak_type()
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """The numbers of constants and of carried values among a `scan` equation's operands."""
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))

@@ -211,22 +211,3 @@ class _Residuals:
     def _forget(self) -> None:
         for var in [v for v in self._made if self._last_use[v] < self._time - _WINDOW]:
             del self._made[var], self._last_use[var]
-
-
-def exact_pullback(
-    linearized: Linearized, inputs: Mapping[int, Any], cotangents: Sequence[Any]
-) -> list[Any]:
-    """The gradients without any code; this is what a second differentiation differentiates."""
-    env = dict(linearized.forward.consts) | {
-        linearized.forward.invars[i]: x for i, x in inputs.items()
-    }
-    residuals = [a for a in linearized.residuals if compat.is_var(a)]
-    eqns, _ = programs.Producers(linearized.forward.eqns).cone(residuals, lambda v: False)
-    programs.evaluate(eqns, env, keep=residuals)
-    values = [programs.read(env, a) for a in linearized.residuals]
-    program = linearized.backward
-    env = dict(program.consts) | dict(zip(program.invars, [*values, *cotangents], strict=True))
-    programs.evaluate(
-        programs.live_equations(program.eqns, program.outvars), env, keep=program.outvars
-    )
-    return [programs.read(env, a) for a in program.outvars]

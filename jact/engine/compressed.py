@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +13,9 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jact import compat
-from jact.engine import backward, forward
+from jact.engine import backward, forward, rewrite
 from jact.engine.graph import Input
-from jact.engine.linearize import Linearized, as_function, linearize
+from jact.engine.linearize import Linearized, as_function, is_differentiable, linearize
 from jact.engine.select import Saved, select
 from jact.plan import Plan
 from jact.policy import Policy
@@ -64,7 +65,13 @@ def prepare(
     Returns:
         What the forward and the backward pass need to know.
     """
-    linearized = linearize(as_function(closed), values, perturbed, num_differentiated_outputs)
+
+    def compress_body(body: Any, body_inputs: Sequence[Input], name: str) -> Callable[..., Any]:
+        return compressed(body, body_inputs, len(body.jaxpr.outvars), policy, name)
+
+    bind = functools.partial(rewrite.bind, compress_body=compress_body)
+    function = as_function(closed, bind)
+    linearized = linearize(function, values, perturbed, num_differentiated_outputs)
     return Prepared(linearized, tuple(inputs), tuple(select(linearized, inputs, policy)))
 
 
@@ -89,10 +96,13 @@ def compressed(
     """
     num_consts = len(closed.consts)
 
+    def plain(*values: Any) -> list[Any]:
+        call = compat.with_constants(closed, values[:num_consts])
+        return list(jex.jaxpr_as_fun(call)(*values[num_consts:]))
+
     @jax.custom_vjp
     def run(*values: Any) -> list[Any]:
-        plain = compat.with_constants(closed, values[:num_consts])
-        return list(jex.jaxpr_as_fun(plain)(*values[num_consts:]))
+        return plain(*values)
 
     def run_forward(*primals: Any) -> tuple[list[Any], Any]:
         values = [p.value for p in primals]
@@ -107,7 +117,7 @@ def compressed(
         static, by_reference, codes = residuals
         linearized = static.prepared.linearized
         cts = [_instantiate(cotangents[i]) for i in linearized.cotangents]
-        gradients = _pullback(static.prepared, name)(by_reference, codes, cts)
+        gradients = _pullback(static.prepared, plain, name)(by_reference, codes, cts)
         result: list[Any] = [None] * len(inputs)
         for i, gradient in zip(linearized.differentiated, gradients, strict=True):
             result[i] = gradient
@@ -123,21 +133,41 @@ def _inputs_to_keep(prepared: Prepared) -> list[int]:
     A second differentiation needs all that the residuals depend on. Where an input is encoded there
     can be none, and only what the first one needs is kept.
     """
-    saved = () if _twice_differentiable(prepared) else prepared.saved
-    return backward.inputs_read(prepared.linearized, saved)
+    if not _twice_differentiable(prepared):
+        return backward.inputs_read(prepared.linearized, prepared.saved)
+    read = backward.inputs_read(prepared.linearized, ())
+    types = [v.aval for v in prepared.linearized.forward.invars]
+    return sorted({*read, *(i for i, t in enumerate(types) if not is_differentiable(t.dtype))})
 
 
 def _twice_differentiable(prepared: Prepared) -> bool:
     return not any(spec.encoded for spec in prepared.inputs)
 
 
-def _pullback(prepared: Prepared, name: str) -> Callable[..., list[Any]]:
+def _pullback(
+    prepared: Prepared, plain: Callable[..., list[Any]], name: str
+) -> Callable[..., list[Any]]:
     """The backward pass as a function that can itself be differentiated, exactly.
 
     Codes are integers, and no derivative passes through them. The derivative of the gradient is
     therefore that of the plain gradient, computed from the inputs.
     """
     linearized, saved = prepared.linearized, prepared.saved
+    types = [v.aval for v in linearized.forward.invars]
+
+    def exact(by_reference: Any, cotangents: Any) -> list[Any]:
+        # The gradient does not depend on the inputs that were not kept.
+        values = [by_reference[i] if i in by_reference else _zeros(t) for i, t in enumerate(types)]
+
+        def of_differentiated(*moving: Any) -> list[Any]:
+            full = list(values)
+            for i, x in zip(linearized.differentiated, moving, strict=True):
+                full[i] = x
+            outs = plain(*full)
+            return [outs[i] for i in linearized.cotangents]
+
+        _, pull = jax.vjp(of_differentiated, *(values[i] for i in linearized.differentiated))
+        return list(pull(list(cotangents)))
 
     @jax.custom_jvp
     def pullback(by_reference: Any, codes: Any, cotangents: Any) -> list[Any]:
@@ -153,9 +183,6 @@ def _pullback(prepared: Prepared, name: str) -> Callable[..., list[Any]]:
                 '(keep=...), use jact.grad on the whole function, or policy="off".'
             )
 
-        def exact(by_reference: Any, cotangents: Any) -> list[Any]:
-            return backward.exact_pullback(linearized, by_reference, cotangents)
-
         _, out_tangents = jax.jvp(exact, (by_reference, cotangents), (tangents[0], tangents[2]))
         return pullback(by_reference, codes, cotangents), out_tangents
 
@@ -165,9 +192,12 @@ def _pullback(prepared: Prepared, name: str) -> Callable[..., list[Any]]:
 def _instantiate(cotangent: Any) -> Any:
     """A cotangent array; JAX passes those that are known to be zero as symbols."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        dtype: Any = cotangent.dtype
-        return jnp.zeros(cotangent.shape, dtype)
+        return _zeros(cotangent)
     return cotangent
+
+
+def _zeros(like: Any) -> Any:
+    return jnp.zeros(like.shape, like.dtype)
 
 
 def _seed(name: str) -> int:

@@ -9,7 +9,7 @@ import jax
 from jax import lax
 
 from jact import codecs, compat
-from jact.engine import costs
+from jact.engine import costs, graph
 from jact.engine import program as programs
 from jact.engine.linearize import Linearized
 from jact.engine.program import Equation, Var
@@ -81,7 +81,7 @@ def run_forward(
     )
     settle([a for a in linearized.outputs if compat.is_var(a)])
     outputs = [programs.read(env, a) for a in linearized.outputs]
-    return outputs, codes
+    return outputs, jax.tree.map(graph.mark_as_code, codes)
 
 
 def _can_wait(value: Any) -> bool:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jex
 
 from jact import codecs, compat
 from jact.codecs import Codec
@@ -24,6 +26,8 @@ from jact.engine import costs
 from jact.engine.linearize import Linearized
 from jact.engine.program import Equation, Var
 from jact.policy import Action, Policy
+
+_CODE = "jact code"
 
 
 class Origin(enum.Enum):
@@ -107,6 +111,26 @@ class Graph:
     edges: list[tuple[Var, Var]]
 
 
+def mark_as_code(array: Any) -> Any:
+    """Marks a part of a code, so that a function around this one does not encode it again."""
+    return checkpoint_name(array, _CODE)
+
+
+def _is_code(eqn: Equation, position: int) -> bool:
+    """Whether a result of an equation was marked as a code, perhaps inside of a loop or a call."""
+    if eqn.primitive.name == "name":
+        return eqn.params["name"] == _CODE
+    for jaxpr in jex.jaxprs_in_params(eqn.params):
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        if len(inner.outvars) != len(eqn.outvars):
+            continue
+        result = inner.outvars[position]
+        for inner_eqn in inner.eqns:
+            if result in inner_eqn.outvars:
+                return _is_code(inner_eqn, inner_eqn.outvars.index(result))
+    return False
+
+
 def raw_bytes(aval: Any) -> int:
     """Bytes of an array of a type, as XLA stores it."""
     return codecs.Keep().nbytes(aval.shape, aval.dtype)
@@ -174,11 +198,14 @@ class _Builder:
         # out then: with the exact maximum and sum, the exponentials of a softmax need not be
         # bounded, nor add up to one.
         rerun = not dear and (costs.is_dear(eqn) or any(m.rerun for m in made))
-        for out in eqn.outvars:
+        for position, out in enumerate(eqn.outvars):
             if compat.is_drop_var(out):
                 continue
             self.origins[out] = origin
             if not dear and not made:
+                continue
+            if _is_code(eqn, position):
+                self._add_code(eqn, out, base)
                 continue
             pinned = self._why_pinned(eqn, out, dear, roots, rerun)
             line = compat.source_line(eqn.source_info)
@@ -186,13 +213,13 @@ class _Builder:
             self._add(out, base, line, pinned, roots, origin, rerun, statistic)
             if not pinned:
                 self.graph.edges.extend((m.var, out) for m in made)
-        if eqn.primitive.name == "name":
+        if eqn.primitive.name == "name" and eqn.params["name"] != _CODE:
             self._tag(eqn, roots)
 
     def _is_dear(self, eqn: Equation, base: str) -> bool:
         if not costs.is_dear(eqn):
             return False
-        if eqn.effects:
+        if eqn.effects or not eqn.outvars:
             return True
         aval = eqn.outvars[0].aval
         if self.policy.action(self._numbered(base), aval.shape, aval.dtype) == "recompute":
@@ -280,6 +307,16 @@ class _Builder:
         elif var.aval.dtype == jnp.bool_:
             codec = _mask_if_it_pays(var.aval)
         self.graph.values[var] = Value(var, base, line, pinned, roots, exact, codec, origin, rerun)
+
+    def _add_code(self, eqn: Equation, var: Var, base: str) -> None:
+        """Adds what a compressed function inside of this one saves; it stays as it is."""
+        name = self._numbered(base)
+        self.counts[base] += 1
+        self.graph.names[var] = name
+        line = compat.source_line(eqn.source_info)
+        self.graph.values[var] = Value(
+            var, base, line, "a code", frozenset(), "a code", codecs.Keep(), Origin.DATA, False
+        )
 
     def _policy_name(self, name: str, roots: frozenset[Var], pinned: str) -> str:
         """A value that follows from one root goes by its name, which is the more stable one."""

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 
 from jact import compat
 from jact.engine import program as programs
-from jact.engine import rewrite
-from jact.engine.program import Atom, Program, Var
+from jact.engine.program import Atom, Equation, Program, Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +142,15 @@ def linearize(
     )
 
 
-def as_function(closed: Any) -> Callable[..., list[Any]]:
-    """A closed jaxpr as a function, to be linearised, of its constants and its inputs."""
+def as_function(
+    closed: Any, bind: Callable[[Equation, Sequence[Any]], list[Any]] = compat.bind_equation
+) -> Callable[..., list[Any]]:
+    """A closed jaxpr as a function of its constants and its inputs.
+
+    Args:
+        closed: the jaxpr.
+        bind: applies an equation to its operands.
+    """
     num_consts = len(closed.consts)
     program = programs.flatten(closed)
     # The constants of nested calls follow; they are concrete arrays and stay what they are.
@@ -153,7 +159,7 @@ def as_function(closed: Any) -> Callable[..., list[Any]]:
     def run(*args: Any) -> list[Any]:
         env = dict(program.consts) | dict(zip(own_consts, args[:num_consts], strict=True))
         env.update(zip(program.invars, args[num_consts:], strict=True))
-        programs.evaluate(program.eqns, env, keep=program.outvars, bind=rewrite.bind)
+        programs.evaluate(program.eqns, env, keep=program.outvars, bind=bind)
         return [programs.read(env, a) for a in program.outvars]
 
     return run

@@ -1,4 +1,4 @@
-"""Operations that jact differentiates in its own way, to save what is small and exact."""
+"""Operations that jact differentiates in its own way: loops and maxima over windows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jact import compat
+from jact.engine import control_flow
+from jact.engine.control_flow import CompressBody
 from jact.engine.program import Equation
 
 
-def bind(eqn: Equation, args: Sequence[Any]) -> list[Any]:
+def bind(eqn: Equation, args: Sequence[Any], compress_body: CompressBody) -> list[Any]:
     """Applies an equation, or what takes its place; the results are the same."""
+    if control_flow.can_enter(eqn):
+        return control_flow.enter(eqn, args, compress_body)
     if eqn.primitive.name == "reduce_window_max" and _is_pooling(eqn):
         with compat.equation_context(eqn):
             return [_max_pool(eqn, args[0])]

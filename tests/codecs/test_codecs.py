@@ -1,0 +1,223 @@
+"""Codecs: one table of codecs, one table of arrays, the same promises for all."""
+
+import dataclasses
+import functools
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jact import codecs
+from jact.codecs import PRESETS, Cast, Codec, Keep, Mask, Quantize
+
+FLOATS = ("float32", "bfloat16", "float16")
+OTHERS = ("bool", "int32", "uint8", "complex64")
+SHAPES = [(), (0,), (3, 0, 4), (5,), (7, 96), (2, 64, 3), (2, 3, 4, 5, 6)]
+ALL: list[Codec] = [*PRESETS.values(), Quantize(bits=4, group_size=16, stochastic=False)]
+
+parametrize_codec = pytest.mark.parametrize("codec", ALL, ids=lambda codec: codec.name)
+
+
+def sample(shape: tuple[int, ...], dtype: str, seed: int = 0) -> jax.Array:
+    values = np.random.default_rng(seed).normal(size=shape) * 3
+    return jnp.asarray(values > 0 if dtype == "bool" else values.astype(dtype))
+
+
+@parametrize_codec
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_supported_survives(codec: Codec, shape: tuple[int, ...]) -> None:
+    dtypes = [dtype for dtype in FLOATS + OTHERS if codec.supports(shape, dtype)]
+    for dtype in dtypes[:1] if codec.supports(shape, "float32") else dtypes:
+        check_survives(codec, shape, dtype)
+
+
+@parametrize_codec
+def test_every_supported_dtype_survives(codec: Codec) -> None:
+    for dtype in FLOATS + OTHERS:
+        if codec.supports((2, 64, 3), dtype):
+            check_survives(codec, (2, 64, 3), dtype)
+
+
+def check_survives(codec: Codec, shape: tuple[int, ...], dtype: str) -> None:
+    x = sample(shape, dtype)
+    round_trip = jax.jit(
+        lambda x: (codec.decode(codec.encode(x, 5), shape, dtype), codec.variance(x))
+    )
+    y, variance = round_trip(x)
+    assert y.shape == shape and y.dtype == x.dtype
+    assert variance.shape == shape and variance.dtype == jnp.float32
+    error = np.abs(np.asarray(y, np.complex128) - np.asarray(x, np.complex128))
+    spread = float(np.ptp(np.asarray(x, np.complex128).real)) if x.size else 0.0
+    assert (error <= spread * 1.02 + 0.1).all()
+
+
+@pytest.mark.parametrize(
+    ("codec", "supported"),
+    [
+        (Quantize(), FLOATS),
+        (Cast(), FLOATS),
+        (Mask(), ("bool",)),
+        (Keep(), FLOATS + OTHERS),
+    ],
+)
+def test_supports(codec: Codec, supported: tuple[str, ...]) -> None:
+    for dtype in FLOATS + OTHERS:
+        assert codec.supports((2, 64, 3), dtype) == (dtype in supported)
+    for dtype in (jax.random.key(0).dtype, jax.dtypes.float0):
+        assert codec.supports((2, 64, 3), dtype) == isinstance(codec, Keep)
+
+
+def test_quantize_refuses_what_does_not_divide_into_groups() -> None:
+    for shape in [(), (0,), (3, 0, 4), (3,), (64, 2), (64, 1, 512)]:
+        assert not Quantize().supports(shape, jnp.float32)
+
+
+@parametrize_codec
+@pytest.mark.parametrize("shape", [(4, 64, 24), (3, 35, 5)])
+def test_nbytes_is_what_xla_stores(codec: Codec, shape: tuple[int, ...]) -> None:
+    dtype = "bool" if isinstance(codec, Mask) else "float32"
+    encode = jax.jit(functools.partial(codec.encode, seed=1))
+    compiled = encode.lower(jax.ShapeDtypeStruct(shape, dtype)).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    stored = memory.output_size_in_bytes
+    assert 0 <= stored - codec.nbytes(shape, dtype) <= 3 * 8
+
+
+def test_keep_counts_packed_integers_and_keys() -> None:
+    assert Keep().nbytes((3, 5), jnp.uint4) == 8
+    assert Keep().nbytes((3, 5), jnp.uint2) == 4
+    assert Keep().nbytes((3, 5), bool) == 15
+    assert Keep().nbytes((3,), jax.random.key(0).dtype) == 24
+    assert Keep().nbytes((3,), jax.dtypes.float0) == 0
+
+
+@parametrize_codec
+def test_transformations_agree(codec: Codec) -> None:
+    x = sample((3, 4, 64, 6), "bool" if isinstance(codec, Mask) else "float32")
+
+    def round_trip(row: jax.Array) -> jax.Array:
+        return codec.decode(codec.encode(row, 1), row.shape, row.dtype)
+
+    expected = jnp.stack([jax.jit(round_trip)(row) for row in x])
+    assert (jax.jit(jax.vmap(round_trip))(x) == expected).all()
+    _, scanned = jax.lax.scan(lambda carry, row: (carry, round_trip(row)), None, x)
+    assert (scanned == expected).all()
+
+
+@pytest.mark.parametrize("name", ["int1", "int2", "int4", "int8"])
+def test_traced_seeds(name: str) -> None:
+    x, codec = sample((2, 64, 6), "float32"), PRESETS[name]
+    encode = jax.jit(codec.encode)
+    for seed in (3, 2**32 - 1):
+        expected = jax.jit(functools.partial(codec.encode, seed=seed))(x)
+        jax.tree.map(np.testing.assert_array_equal, encode(x, jnp.uint32(seed)), expected)
+    assert (encode(x, jnp.uint32(3))[0] != encode(x, jnp.uint32(4))[0]).any()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_cast_saturates(name: str, dtype: str) -> None:
+    codec = PRESETS[name]
+    limit = float(jnp.finfo(dtype).max)
+    x = jnp.asarray([limit, -limit, 0.0, 1.0, math.nan, math.inf, -math.inf], dtype)
+    stored_dtype = codec.encode(x, 0).dtype
+    stored = np.asarray(codec.encode(x, 0), np.float32)
+    assert np.isfinite(stored[:4]).all()
+    assert stored[0] == min(limit, float(jnp.finfo(stored_dtype).max)) or dtype == "float16"
+    assert stored[2:4].tolist() == [0.0, 1.0]
+    assert not np.isfinite(stored[4:]).any()
+    values = jnp.asarray([0.3, -1.7, 1e9], jnp.float32)
+    error = codec.decode(codec.encode(values, 0), values.shape, values.dtype) - values
+    np.testing.assert_allclose(codec.variance(values), jnp.square(error))
+
+
+def test_float64() -> None:
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64, 3)))
+        for codec in ALL:
+            if isinstance(codec, Mask):
+                continue
+            assert codec.supports(x.shape, x.dtype)
+            code = jax.jit(codec.encode)(x, jnp.uint32(1))
+            y = jax.jit(codec.decode, static_argnums=(1, 2))(code, x.shape, x.dtype)
+            assert y.dtype == jnp.float64
+            assert jax.eval_shape(codec.variance, x).dtype == jnp.float32
+        assert PRESETS["fp8"].encode(jnp.asarray(1e300), 0) == 448
+
+
+def test_names_are_unique_and_short() -> None:
+    for name, codec in PRESETS.items():
+        assert codec.name == name
+    assert Quantize(bits=2, group_size=32, stochastic=False).name == "int2/32-nearest"
+
+
+def test_codecs_follow_the_protocol() -> None:
+    for codec in ALL:
+        assert isinstance(codec, Codec)
+        assert hash(codec) == hash(codecs.from_json(codecs.to_json(codec)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Quantize().bits = 8  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@parametrize_codec
+def test_json_round_trip(codec: Codec) -> None:
+    assert codecs.from_json(json.loads(json.dumps(codecs.to_json(codec)))) == codec
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(4, 10**6), st.booleans())
+def test_json_round_trip_of_any_quantizer(bits: int, group_size: int, stochastic: bool) -> None:
+    codec = Quantize(bits=bits, group_size=group_size, stochastic=stochastic)
+    assert codecs.from_json(json.loads(json.dumps(codecs.to_json(codec)))) == codec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Twice(Keep):
+    """A user's codec that holds another one."""
+
+    inner: Any = Keep()
+
+
+def test_users_codec_that_holds_another() -> None:
+    with pytest.raises(ValueError, match="Twice is not registered"):
+        codecs.to_json(Twice())
+    codecs.register("twice", Twice)
+    codec = Twice(inner=Quantize(bits=2))
+    data = codecs.to_json(codec)
+    assert data["inner"]["kind"] == "quantize"
+    assert codecs.from_json(json.loads(json.dumps(data))) == codec
+    with pytest.raises(ValueError, match="'twice' already names Twice"):
+        codecs.register("twice", Keep)
+    with pytest.raises(TypeError, match="cls must be a dataclass"):
+        codecs.register("int", int)
+
+
+def test_resolve() -> None:
+    assert codecs.resolve("int4") == Quantize(bits=4)
+    assert codecs.resolve(Mask()) == Mask()
+    with pytest.raises(ValueError, match="codec must be one of .*'int4'.*, got 'int3'"):
+        codecs.resolve("int3")
+    for wrong in (4, None, Quantize):
+        with pytest.raises(TypeError, match="codec must be the name of a preset or a Codec"):
+            codecs.resolve(wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"bits must be one of \(1, 2, 4, 8\), got 3"):
+        Quantize(bits=3)
+    with pytest.raises(ValueError, match="group_size must be at least 4, got 1"):
+        Quantize(group_size=1)
+    for dtype in ("float32", "int8", "nonsense"):
+        with pytest.raises(ValueError, match=f"dtype must be one of .*, got .*{dtype}"):
+            Cast(dtype=dtype)
+    with pytest.raises(ValueError, match="kind must be one of .*'cast'.*, got 'zip'"):
+        codecs.from_json({"kind": "zip"})
+    with pytest.raises(ValueError, match=r"the fields of 'mask' are \(\), got \['bits'\]"):
+        codecs.from_json({"kind": "mask", "bits": 3})
