@@ -146,8 +146,10 @@ class Compressed:
         differentiated = [n % max(len(args), 1) for n in self._differentiated]
         return Traced(fun, args, kwargs, self._is_kept, self._has_aux, differentiated)
 
-    def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
-        """Traces and analyses the function at some arguments, arrays or types.
+    def prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], enter_loops: bool = True
+    ) -> Prepared:
+        """Traces and analyses the function at some arguments, arrays or types; see `prepare`.
 
         Raises:
             ValueError: when the policy is "off".
@@ -167,6 +169,7 @@ class Compressed:
             perturbed,
             traced.num_differentiated_outputs,
             self.policy,
+            enter_loops,
         )
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -291,7 +294,7 @@ def make_plan(
     function = as_compressed(fun, policy, argnums, has_aux)
 
     def planner(*args: Any, **kwargs: Any) -> Plan:
-        prepared = function.prepare(*args, **kwargs)
+        prepared = function.prepare(args, kwargs)
         assert function.policy is not None
         return plan_of(prepared.saved, function.policy)
 

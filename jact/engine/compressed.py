@@ -51,6 +51,7 @@ def prepare(
     perturbed: Sequence[bool],
     num_differentiated_outputs: int,
     policy: Policy | Plan,
+    enter_loops: bool = True,
 ) -> Prepared:
     """Linearises a traced function and chooses what to save.
 
@@ -61,6 +62,7 @@ def prepare(
         perturbed: for each, whether its gradient is wanted.
         num_differentiated_outputs: how many of the first results are not auxiliary.
         policy: how values are stored.
+        enter_loops: whether the bodies of loops are compressed, or the linearisation is JAX's.
 
     Returns:
         What the forward and the backward pass need to know.
@@ -70,7 +72,7 @@ def prepare(
         return compressed(body, body_inputs, len(body.jaxpr.outvars), policy, name)
 
     bind = functools.partial(rewrite.bind, compress_body=compress_body)
-    function = as_function(closed, bind)
+    function = as_function(closed, bind) if enter_loops else as_function(closed)
     linearized = linearize(function, values, perturbed, num_differentiated_outputs)
     return Prepared(linearized, tuple(inputs), tuple(select(linearized, inputs, policy)))
 

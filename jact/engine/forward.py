@@ -9,9 +9,10 @@ import jax
 from jax import lax
 
 from jact import codecs, compat
-from jact.engine import costs, graph
+from jact.engine import costs, marks
 from jact.engine import program as programs
 from jact.engine.linearize import Linearized
+from jact.engine.marks import Mark
 from jact.engine.program import Equation, Var
 from jact.engine.select import Saved
 
@@ -81,7 +82,21 @@ def run_forward(
     )
     settle([a for a in linearized.outputs if compat.is_var(a)])
     outputs = [programs.read(env, a) for a in linearized.outputs]
-    return outputs, jax.tree.map(graph.mark_as_code, codes)
+    return outputs, [marks.write(c, _mark(e)) for c, e in zip(codes, saved, strict=True)]
+
+
+def _mark(entry: Saved) -> Mark:
+    aval = entry.value.aval
+    return Mark(
+        name=entry.name,
+        line=entry.line,
+        reason=entry.reason,
+        exact=entry.exact,
+        codec=entry.codec.name,
+        shape=tuple(aval.shape),
+        dtype=str(aval.dtype),
+        raw_bytes=entry.raw_bytes,
+    )
 
 
 def _can_wait(value: Any) -> bool:

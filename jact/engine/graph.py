@@ -17,17 +17,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core as jex
 
 from jact import codecs, compat
 from jact.codecs import Codec
-from jact.engine import costs
+from jact.engine import costs, marks
 from jact.engine.linearize import Linearized
+from jact.engine.marks import Mark
 from jact.engine.program import Equation, Var
 from jact.policy import Action, Policy
-
-_CODE = "jact code"
 
 
 class Origin(enum.Enum):
@@ -67,6 +64,7 @@ class Value:
         codec: what would store it.
         origin: see `Origin`; otherwise the argument of `Input.argument`.
         rerun: whether a dear operation that is run again stands between it and its roots.
+        mark: of what it is a code, when a compressed function inside of this one made it.
     """
 
     var: Var
@@ -78,6 +76,7 @@ class Value:
     codec: Codec
     origin: Origin | int
     rerun: bool
+    mark: Mark | None = None
 
     @property
     def aval(self) -> Any:
@@ -109,26 +108,6 @@ class Graph:
     values: dict[Var, Value]
     names: dict[Var, str]
     edges: list[tuple[Var, Var]]
-
-
-def mark_as_code(array: Any) -> Any:
-    """Marks a part of a code, so that a function around this one does not encode it again."""
-    return checkpoint_name(array, _CODE)
-
-
-def _is_code(eqn: Equation, position: int) -> bool:
-    """Whether a result of an equation was marked as a code, perhaps inside of a loop or a call."""
-    if eqn.primitive.name == "name":
-        return eqn.params["name"] == _CODE
-    for jaxpr in jex.jaxprs_in_params(eqn.params):
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
-        if len(inner.outvars) != len(eqn.outvars):
-            continue
-        result = inner.outvars[position]
-        for inner_eqn in inner.eqns:
-            if result in inner_eqn.outvars:
-                return _is_code(inner_eqn, inner_eqn.outvars.index(result))
-    return False
 
 
 def raw_bytes(aval: Any) -> int:
@@ -204,8 +183,8 @@ class _Builder:
             self.origins[out] = origin
             if not dear and not made:
                 continue
-            if _is_code(eqn, position):
-                self._add_code(eqn, out, base)
+            if (mark := marks.find(eqn, position)) is not None:
+                self._add_code(eqn, out, mark)
                 continue
             pinned = self._why_pinned(eqn, out, dear, roots, rerun)
             line = compat.source_line(eqn.source_info)
@@ -213,7 +192,7 @@ class _Builder:
             self._add(out, base, line, pinned, roots, origin, rerun, statistic)
             if not pinned:
                 self.graph.edges.extend((m.var, out) for m in made)
-        if eqn.primitive.name == "name" and eqn.params["name"] != _CODE:
+        if eqn.primitive.name == "name" and marks.read(eqn) is None:
             self._tag(eqn, roots)
 
     def _is_dear(self, eqn: Equation, base: str) -> bool:
@@ -308,14 +287,22 @@ class _Builder:
             codec = _mask_if_it_pays(var.aval)
         self.graph.values[var] = Value(var, base, line, pinned, roots, exact, codec, origin, rerun)
 
-    def _add_code(self, eqn: Equation, var: Var, base: str) -> None:
+    def _add_code(self, eqn: Equation, var: Var, mark: Mark) -> None:
         """Adds what a compressed function inside of this one saves; it stays as it is."""
-        name = self._numbered(base)
-        self.counts[base] += 1
-        self.graph.names[var] = name
-        line = compat.source_line(eqn.source_info)
+        path = f"{module_path(eqn)}{mark.name}"
+        self.graph.names[var] = self._numbered(path)
+        self.counts[path] += 1
         self.graph.values[var] = Value(
-            var, base, line, "a code", frozenset(), "a code", codecs.Keep(), Origin.DATA, False
+            var=var,
+            path=path,
+            line=mark.line,
+            pinned=mark.reason,
+            roots=frozenset(),
+            exact="a code",
+            codec=codecs.Keep(),
+            origin=Origin.DATA,
+            rerun=False,
+            mark=mark,
         )
 
     def _policy_name(self, name: str, roots: frozenset[Var], pinned: str) -> str:

@@ -16,6 +16,7 @@ from jact.engine import backward
 from jact.engine.compressed import Prepared
 from jact.engine.graph import module_path, raw_bytes
 from jact.engine.linearize import Linearized, is_differentiable
+from jact.engine.marks import Mark
 from jact.engine.program import Equation, Var
 from jact.engine.select import Saved
 from jact.engine.trace import function_name
@@ -171,15 +172,16 @@ def report(
     function = as_compressed(fun, policy, argnums, has_aux)
 
     def reporter(*args: Any, **kwargs: Any) -> Report:
-        prepared = _analysed(function).prepare(*args, **kwargs)
+        plain = _exact(function).prepare(args, kwargs, enter_loops=False)
         off = function.policy is None
-        rows = _plain_rows(prepared) if off else [_row(entry) for entry in prepared.saved]
+        prepared = plain if off else function.prepare(args, kwargs)
+        rows = _plain_rows(plain) if off else _rows(prepared)
         read = [prepared.linearized.forward.invars[i] for i in _inputs_read(prepared, off)]
         return Report(
             function=function_name(function),
             policy=_describe(function.policy),
             rows=tuple(rows),
-            plain_bytes=sum(raw_bytes(var.aval) for var in _plain_residuals(prepared)),
+            plain_bytes=sum(raw_bytes(var.aval) for var in _plain_residuals(plain)),
             reference_arrays=len(read),
             reference_bytes=sum(raw_bytes(var.aval) for var in read),
             peak=_peak(function, args, kwargs) if peak else None,
@@ -189,13 +191,40 @@ def report(
     return reporter
 
 
-def _analysed(function: Compressed) -> Compressed:
-    """The function with a policy to analyse it under: "off" has none, but the same residuals."""
-    if function.policy is not None:
-        return function
+def _exact(function: Compressed) -> Compressed:
+    """The function with everything saved exactly."""
     function = copy.copy(function)
     function.policy = Policy(default="keep")
     return function
+
+
+def _rows(prepared: Prepared) -> list[Row]:
+    """One row for each residual; the arrays of a code that was made inside make up one."""
+    rows: list[Row] = []
+    for entry in prepared.saved:
+        mark = entry.value.mark
+        if mark is None:
+            rows.append(_row(entry))
+        elif mark.part == 0 or not rows:
+            rows.append(_marked_row(entry, mark))
+        else:
+            total = rows[-1].saved_bytes + entry.stored_bytes
+            rows[-1] = dataclasses.replace(rows[-1], saved_bytes=total)
+    return rows
+
+
+def _marked_row(entry: Saved, mark: Mark) -> Row:
+    return Row(
+        name=entry.name,
+        line=entry.line,
+        shape=mark.shape,
+        dtype=mark.dtype,
+        bytes=mark.raw_bytes,
+        codec=mark.codec,
+        saved_bytes=entry.stored_bytes,
+        exact=bool(mark.exact),
+        why=mark.exact or mark.reason,
+    )
 
 
 def _row(entry: Saved) -> Row:

@@ -1,0 +1,1 @@
+"""Tests of jact, as a package so that they can share helpers."""
