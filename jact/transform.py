@@ -147,7 +147,7 @@ class Compressed:
         return Traced(fun, args, kwargs, self._is_kept, self._has_aux, differentiated)
 
     def prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], enter_loops: bool = True
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], rewritten: bool = True
     ) -> Prepared:
         """Traces and analyses the function at some arguments, arrays or types; see `prepare`.
 
@@ -169,7 +169,7 @@ class Compressed:
             perturbed,
             traced.num_differentiated_outputs,
             self.policy,
-            enter_loops,
+            rewritten,
         )
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

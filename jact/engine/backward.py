@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jax import lax
@@ -31,6 +31,7 @@ def inputs_read(linearized: Linearized, saved: Sequence[Saved]) -> list[int]:
 def run_backward(
     linearized: Linearized,
     saved: Sequence[Saved],
+    held: Collection[Var],
     inputs: Mapping[int, Any],
     codes: Sequence[Any],
     cotangents: Sequence[Any],
@@ -40,6 +41,7 @@ def run_backward(
     Args:
         linearized: the function.
         saved: what the forward pass saved.
+        held: what to hold in memory of what is made again.
         inputs: the inputs that `inputs_read` names, by position.
         codes: one for each saved value.
         cotangents: one for each of `linearized.cotangents`.
@@ -47,7 +49,8 @@ def run_backward(
     Returns:
         One gradient for each of `linearized.differentiated`.
     """
-    return _BackwardPass(linearized, saved, inputs, codes, cotangents).run()
+    residuals = _Residuals(linearized, saved, held, inputs, codes)
+    return _BackwardPass(linearized, residuals, cotangents).run()
 
 
 class _BackwardPass:
@@ -56,15 +59,12 @@ class _BackwardPass:
     def __init__(
         self,
         linearized: Linearized,
-        saved: Sequence[Saved],
-        inputs: Mapping[int, Any],
-        codes: Sequence[Any],
+        residuals: _Residuals,
         cotangents: Sequence[Any],
     ):
         self._program = linearized.backward
         self._eqns = programs.live_equations(self._program.eqns, self._program.outvars)
-        by_reference = {linearized.forward.invars[i]: x for i, x in inputs.items()}
-        self._residuals = _Residuals(linearized, saved, by_reference, codes)
+        self._residuals = residuals
         self._atoms = dict(zip(linearized.residual_inputs, linearized.residuals, strict=True))
         self._env = dict(self._program.consts) | dict(
             zip(linearized.cotangent_inputs, cotangents, strict=True)
@@ -140,11 +140,14 @@ class _Residuals:
         self,
         linearized: Linearized,
         saved: Sequence[Saved],
-        by_reference: Mapping[Var, Any],
+        held: Collection[Var],
+        inputs: Mapping[int, Any],
         codes: Sequence[Any],
     ):
         self._producers = programs.Producers(linearized.forward.eqns)
-        self._inputs = dict(linearized.forward.consts) | dict(by_reference)
+        self._held = held
+        by_reference = {linearized.forward.invars[i]: x for i, x in inputs.items()}
+        self._inputs = dict(linearized.forward.consts) | by_reference
         self._saved = {entry.var: (entry, code) for entry, code in zip(saved, codes, strict=True)}
         # What is saved as it is can be read at any time.
         self._at_hand = self._inputs | {
@@ -200,8 +203,14 @@ class _Residuals:
             entry, _ = self._saved[var]
             env[var] = entry.codec.decode(code, var.aval.shape, var.aval.dtype)
             self._time += not isinstance(entry.codec, codecs.Keep | codecs.Mask)
+
+        def hold(eqn: Equation) -> None:
+            for var in eqn.outvars:
+                if var in self._held:
+                    env[var] = lax.optimization_barrier(env[var])
+
         results = [v for eqn in eqns for v in eqn.outvars]
-        programs.evaluate(eqns, env, keep=results)
+        programs.evaluate(eqns, env, keep=results, after=hold)
         for var in [*to_decode, *leaves, *results]:
             if var not in self._inputs:
                 self._made[var] = env[var]

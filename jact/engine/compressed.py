@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +12,11 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jact import compat
-from jact.engine import backward, forward, rewrite
+from jact.engine import backward, forward
 from jact.engine.graph import Input
 from jact.engine.linearize import Linearized, as_function, is_differentiable, linearize
+from jact.engine.program import Var
+from jact.engine.rewrite import Rewriter
 from jact.engine.select import Saved, select
 from jact.plan import Plan
 from jact.policy import Policy
@@ -29,11 +30,13 @@ class Prepared:
         linearized: its forward and backward programs.
         inputs: what is known of its inputs.
         saved: what is saved, in the order in which the forward pass makes it.
+        held: what the backward pass holds in memory; see `Selection`.
     """
 
     linearized: Linearized
     inputs: tuple[Input, ...]
     saved: tuple[Saved, ...]
+    held: frozenset[Var]
 
 
 @jax.tree_util.register_static
@@ -51,7 +54,7 @@ def prepare(
     perturbed: Sequence[bool],
     num_differentiated_outputs: int,
     policy: Policy | Plan,
-    enter_loops: bool = True,
+    rewritten: bool = True,
 ) -> Prepared:
     """Linearises a traced function and chooses what to save.
 
@@ -62,7 +65,7 @@ def prepare(
         perturbed: for each, whether its gradient is wanted.
         num_differentiated_outputs: how many of the first results are not auxiliary.
         policy: how values are stored.
-        enter_loops: whether the bodies of loops are compressed, or the linearisation is JAX's.
+        rewritten: whether `Rewriter` has its way, or the linearisation is JAX's own.
 
     Returns:
         What the forward and the backward pass need to know.
@@ -71,10 +74,13 @@ def prepare(
     def compress_body(body: Any, body_inputs: Sequence[Input], name: str) -> Callable[..., Any]:
         return compressed(body, body_inputs, len(body.jaxpr.outvars), policy, name)
 
-    bind = functools.partial(rewrite.bind, compress_body=compress_body)
-    function = as_function(closed, bind) if enter_loops else as_function(closed)
+    if rewritten:
+        function = as_function(closed, lambda program: Rewriter(program, compress_body).bind)
+    else:
+        function = as_function(closed)
     linearized = linearize(function, values, perturbed, num_differentiated_outputs)
-    return Prepared(linearized, tuple(inputs), tuple(select(linearized, inputs, policy)))
+    selection = select(linearized, inputs, policy)
+    return Prepared(linearized, tuple(inputs), selection.saved, selection.held)
 
 
 def compressed(
@@ -173,7 +179,9 @@ def _pullback(
 
     @jax.custom_jvp
     def pullback(by_reference: Any, codes: Any, cotangents: Any) -> list[Any]:
-        return backward.run_backward(linearized, saved, by_reference, codes, cotangents)
+        return backward.run_backward(
+            linearized, saved, prepared.held, by_reference, codes, cotangents
+        )
 
     @pullback.defjvp
     def pullback_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:

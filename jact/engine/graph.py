@@ -103,11 +103,13 @@ class Graph:
         names: the names of the pinned values.
         edges: pairs (operand, result) of made values where the result is cheap to make again from
             the operands.
+        rerun: results of dear operations that are run again.
     """
 
     values: dict[Var, Value]
     names: dict[Var, str]
     edges: list[tuple[Var, Var]]
+    rerun: set[Var]
 
 
 def raw_bytes(aval: Any) -> int:
@@ -136,7 +138,7 @@ class _Builder:
         self.program = linearized.forward
         self.inputs = inputs
         self.policy = policy
-        self.graph = Graph({}, {}, [])
+        self.graph = Graph({}, {}, [], set())
         self.origins: dict[Var, Origin | int] = {}
         self.counts: Counter[str] = Counter()
 
@@ -192,6 +194,8 @@ class _Builder:
             self._add(out, base, line, pinned, roots, origin, rerun, statistic)
             if not pinned:
                 self.graph.edges.extend((m.var, out) for m in made)
+                if costs.is_dear(eqn):
+                    self.graph.rerun.add(out)
         if eqn.primitive.name == "name" and marks.read(eqn) is None:
             self._tag(eqn, roots)
 

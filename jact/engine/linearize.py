@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jact import compat
 from jact.engine import program as programs
-from jact.engine.program import Atom, Equation, Program, Var
+from jact.engine.program import Atom, Bind, Program, Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,16 +143,17 @@ def linearize(
 
 
 def as_function(
-    closed: Any, bind: Callable[[Equation, Sequence[Any]], list[Any]] = compat.bind_equation
+    closed: Any, rewriter: Callable[[Program], Bind] = lambda program: compat.bind_equation
 ) -> Callable[..., list[Any]]:
     """A closed jaxpr as a function of its constants and its inputs.
 
     Args:
         closed: the jaxpr.
-        bind: applies an equation to its operands.
+        rewriter: makes, for the function's program, what applies an equation to its operands.
     """
     num_consts = len(closed.consts)
     program = programs.flatten(closed)
+    bind = rewriter(program)
     # The constants of nested calls follow; they are concrete arrays and stay what they are.
     own_consts = list(program.consts)[:num_consts]
 

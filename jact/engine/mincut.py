@@ -23,7 +23,7 @@ def minimum_cut[Node](
     Sources and sinks may be among them. Of several minimum cuts it is the one nearest the sinks.
 
     Args:
-        capacities: what each node costs, positive.
+        capacities: what each node costs; not negative.
         edges: pairs of nodes, in the direction of the paths.
         sources: where paths start.
         sinks: where paths end.
@@ -33,6 +33,8 @@ def minimum_cut[Node](
 
     >>> sorted(minimum_cut({"a": 3, "b": 1, "c": 2}, [("a", "b"), ("b", "c")], "a", "c"))
     ['b']
+    >>> sorted(minimum_cut({"a": 3, "b": 3, "c": 0}, [("a", "b"), ("a", "c")], "a", "bc"))
+    ['b', 'c']
     """
     index = {node: i for i, node in enumerate(capacities)}
     n = len(index)
@@ -43,7 +45,8 @@ def minimum_cut[Node](
     scale = min(1.0, (_INFINITE - 2 * n - 2) / total) if total else 1.0
     tails = [2 * i for i in range(n)]
     heads = [2 * i + 1 for i in range(n)]
-    values = [max(1, round(c * scale)) for c in capacities.values()]
+    # What costs anything at all must not become free by rounding.
+    values = [max(int(c > 0), round(c * scale)) for c in capacities.values()]
     joined = [(2 * index[u] + 1, 2 * index[v]) for u, v in set(edges)]
     joined += [(source, 2 * index[v]) for v in set(sources)]
     joined += [(2 * index[v] + 1, sink) for v in set(sinks)]

@@ -12,6 +12,8 @@ from jact import compat
 type Var = Any
 type Atom = Any
 type Equation = Any
+#: Applies an equation to its operands.
+type Bind = Callable[[Equation, Sequence[Any]], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +100,7 @@ def evaluate(
     keep: Iterable[Atom],
     before: Callable[[Equation], None] | None = None,
     after: Callable[[Equation], None] | None = None,
-    bind: Callable[[Equation, Sequence[Any]], list[Any]] = compat.bind_equation,
+    bind: Bind = compat.bind_equation,
 ) -> None:
     """Runs equations in order, reading variables from and writing results to `env`.
 

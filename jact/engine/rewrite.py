@@ -1,7 +1,8 @@
-"""Operations that jact differentiates in its own way: loops and maxima over windows."""
+"""Operations that jact differentiates in its own way: loops, softmax, maxima over windows."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -14,17 +15,92 @@ from jax import lax
 from jact import compat
 from jact.engine import control_flow
 from jact.engine.control_flow import CompressBody
-from jact.engine.program import Equation
+from jact.engine.program import Equation, Program, Var
 
 
-def bind(eqn: Equation, args: Sequence[Any], compress_body: CompressBody) -> list[Any]:
-    """Applies an equation, or what takes its place; the results are the same."""
-    if control_flow.can_enter(eqn):
-        return control_flow.enter(eqn, args, compress_body)
-    if eqn.primitive.name == "reduce_window_max" and _is_pooling(eqn):
-        with compat.equation_context(eqn):
-            return [_max_pool(eqn, args[0])]
-    return compat.bind_equation(eqn, args)
+class Rewriter:
+    """Applies the equations of one program, or what takes their place; the results are the same."""
+
+    def __init__(self, program: Program, compress_body: CompressBody):
+        self._compress_body = compress_body
+        self._softmaxes = _find_softmaxes(program.eqns)
+        self._exponents: dict[Var, Any] = {s.numerator: None for s in self._softmaxes.values()}
+
+    def bind(self, eqn: Equation, args: Sequence[Any]) -> list[Any]:
+        """Applies an equation to its operands."""
+        if control_flow.can_enter(eqn):
+            return control_flow.enter(eqn, args, self._compress_body)
+        if eqn.primitive.name == "reduce_window_max" and _is_pooling(eqn):
+            with compat.equation_context(eqn):
+                return [_max_pool(eqn, args[0])]
+        if (softmax := self._softmaxes.get(eqn.outvars[0]) if eqn.outvars else None) is not None:
+            with compat.equation_context(eqn):
+                return [_softmax(eqn, softmax, self._exponents[softmax.numerator], args)]
+        if eqn.outvars and eqn.outvars[0] in self._exponents:
+            self._exponents[eqn.outvars[0]] = args[0]
+        return compat.bind_equation(eqn, args)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Softmax:
+    """A division of exponentials by their sum.
+
+    Attributes:
+        numerator: the variable of the exponentials.
+        axes: the axes of the sum.
+    """
+
+    numerator: Var
+    axes: tuple[int, ...]
+
+
+def _find_softmaxes(eqns: Sequence[Equation]) -> dict[Var, _Softmax]:
+    """The softmax functions of a program, by the variables of their results."""
+    producers = {v: eqn for eqn in eqns for v in eqn.outvars}
+
+    def behind(atom: Any) -> Equation | None:
+        """The equation that made a value, but for changes of its shape or dtype."""
+        while (eqn := producers.get(atom) if compat.is_var(atom) else None) is not None:
+            if eqn.primitive.name not in ("broadcast_in_dim", "reshape", "convert_element_type"):
+                return eqn
+            atom = eqn.invars[0]
+        return None
+
+    found = {}
+    for eqn in eqns:
+        if eqn.primitive.name != "div" or not compat.is_var(eqn.invars[0]):
+            continue
+        exponential, total = producers.get(eqn.invars[0]), behind(eqn.invars[1])
+        if exponential is None or exponential.primitive.name != "exp":
+            continue
+        if total is None or total.primitive.name != "reduce_sum":
+            continue
+        if behind(total.invars[0]) is exponential:
+            numerator = eqn.invars[0]
+            found[eqn.outvars[0]] = _Softmax(numerator, tuple(total.params["axes"]))
+    return found
+
+
+def _softmax(eqn: Equation, softmax: _Softmax, x: Any, args: Sequence[Any]) -> Any:
+    """A softmax whose backward pass reads its result and nothing else.
+
+    JAX's own gradient of the exponentials, their sum and the quotient reads all three.
+    """
+
+    @jax.custom_jvp
+    def divide(x: Any, exponentials: Any, total: Any) -> Any:
+        del x
+        (out,) = compat.bind_equation(eqn, [exponentials, total])
+        return out
+
+    @divide.defjvp
+    def divide_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        out = divide(*primals)
+        weighted = out * tangents[0]
+        mean = jnp.sum(weighted, axis=softmax.axes, keepdims=True)
+        return out, weighted - out * jnp.broadcast_to(mean, out.shape)
+
+    return divide(x, lax.stop_gradient(args[0]), lax.stop_gradient(args[1]))
 
 
 def _is_pooling(eqn: Equation) -> bool:

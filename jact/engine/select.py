@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from jact import codecs, compat
 from jact.codecs import Codec
+from jact.engine import costs
 from jact.engine import graph as graphs
 from jact.engine.graph import Graph, Input, Value
 from jact.engine.linearize import Linearized
@@ -58,8 +59,22 @@ class Saved:
         return self.codec.nbytes(self.value.aval.shape, self.value.aval.dtype)
 
 
-def select(linearized: Linearized, inputs: Sequence[Input], policy: Policy | Plan) -> list[Saved]:
-    """Chooses the values to save, in the order in which the forward pass makes them.
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What the forward pass saves and the backward pass holds.
+
+    Attributes:
+        saved: the values to save, in the order in which the forward pass makes them.
+        held: values that follow from dear operations that the backward pass runs again. It holds
+            them in memory while it needs them, so that XLA does not keep what they were made from.
+    """
+
+    saved: tuple[Saved, ...]
+    held: frozenset[Var]
+
+
+def select(linearized: Linearized, inputs: Sequence[Input], policy: Policy | Plan) -> Selection:
+    """Chooses the values to save.
 
     Args:
         linearized: the function.
@@ -68,7 +83,7 @@ def select(linearized: Linearized, inputs: Sequence[Input], policy: Policy | Pla
 
     Returns:
         The cheapest set of values from which, and from the inputs kept by reference, every residual
-        follows by cheap operations.
+        follows by cheap operations; and what to hold of what is made again.
 
     Raises:
         ValueError: when a plan was made for another function; names what differs.
@@ -81,7 +96,9 @@ def select(linearized: Linearized, inputs: Sequence[Input], policy: Policy | Pla
         # Nothing would be smaller, so nothing is worth making again: save what JAX would.
         chosen = _needed(graph, linearized)
     saved = _name(graph, [v for v in graph.values if v in chosen])
-    return _apply(policy, saved) if isinstance(policy, Plan) else saved
+    if isinstance(policy, Plan):
+        saved = _apply(policy, saved)
+    return Selection(tuple(saved), frozenset(_held(graph, linearized)))
 
 
 def choose(graph: Graph, linearized: Linearized) -> set[Var]:
@@ -94,6 +111,21 @@ def choose(graph: Graph, linearized: Linearized) -> set[Var]:
     edges = [(u, v) for u, v in graph.edges if u in relevant and v in relevant]
     pinned = [v for v in relevant if graph.values[v].pinned]
     return minimum_cut(capacities, edges, pinned, needed)
+
+
+def _held(graph: Graph, linearized: Linearized) -> set[Var]:
+    """The least to hold of what is made again by dear operations; statistics count for nothing.
+
+    Of a softmax over scores that is the exponentials and their sums: not the scores, which XLA
+    would otherwise keep to make the exponentials twice.
+    """
+    values = {v: value for v, value in graph.values.items() if value.rerun}
+    needed = [v for v in _needed(graph, linearized) if v in values]
+    largest = max((value.raw_bytes for value in values.values()), default=0)
+    small = largest * costs.STATISTIC_FRACTION
+    capacities = {v: x.raw_bytes if x.raw_bytes > small else 0 for v, x in values.items()}
+    edges = [(u, v) for u, v in graph.edges if u in values and v in values]
+    return minimum_cut(capacities, edges, graph.rerun, needed) if needed else set()
 
 
 def _needed(graph: Graph, linearized: Linearized) -> set[Var]:

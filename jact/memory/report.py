@@ -172,7 +172,7 @@ def report(
     function = as_compressed(fun, policy, argnums, has_aux)
 
     def reporter(*args: Any, **kwargs: Any) -> Report:
-        plain = _exact(function).prepare(args, kwargs, enter_loops=False)
+        plain = _exact(function).prepare(args, kwargs, rewritten=False)
         off = function.policy is None
         prepared = plain if off else function.prepare(args, kwargs)
         rows = _plain_rows(plain) if off else _rows(prepared)

@@ -1,0 +1,41 @@
+"""The command line: `python -m benchmarks {peak,time,fidelity} ...`."""
+
+import argparse
+from collections.abc import Sequence
+
+import jact.memory
+from benchmarks import fidelity, options, output, peak, time
+
+COMMANDS = {"peak": peak, "time": time, "fidelity": fidelity}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Builds the parser; each command is a module that adds its own options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=(module.__doc__ or "").partition("\n")[0],
+            description=module.__doc__,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        options.add_shared(command)
+        module.add_options(command)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command and writes its table and its JSON."""
+    parser = make_parser()
+    chosen = parser.parse_args(arguments)
+    command = COMMANDS[chosen.command]
+    try:
+        rows = [row for case in options.cases(chosen) for row in command.measure(case, chosen)]
+    except jact.memory.MissingPluginError as error:
+        parser.error(str(error))
+    output.write(chosen.command, rows, command.COLUMNS, chosen.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The one table of models that the benchmarks and the tests share.
+
+To add a model, write a file with a function `(batch, layers, dtype, remat) -> Task`, and a line
+here.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from benchmarks.models.convnet import convnet
+from benchmarks.models.graph import gcn
+from benchmarks.models.mlp import mlp
+from benchmarks.models.resnet import resnet
+from benchmarks.models.task import DTYPES, Task
+from benchmarks.models.transformer import transformer
+
+__all__ = ["DTYPES", "MODELS", "Model", "Task"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model and its usual size.
+
+    Attributes:
+        build: Takes the keyword arguments of `task`, all of them given, and returns the task.
+        batch: The usual number of examples (of nodes, for a graph).
+        layers: The usual number of repeated blocks.
+    """
+
+    build: Callable[..., Task]
+    batch: int
+    layers: int
+
+    def task(
+        self,
+        *,
+        batch: int | None = None,
+        layers: int | None = None,
+        dtype: str = "f32",
+        remat: bool = False,
+    ) -> Task:
+        """Builds the model; no parameter is allocated before `Task.init` is called.
+
+        Args:
+            batch: Number of examples; the model's own if None.
+            layers: Number of repeated blocks; the model's own if None.
+            dtype: What the model computes in, "f32" or "bf16"; parameters are always float32.
+            remat: Whether each block is wrapped in `nn.remat`.
+
+        Returns:
+            The task.
+
+        Raises:
+            ValueError: If `dtype` is unknown, or a size is not positive.
+        """
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+        sizes = {
+            "batch": self.batch if batch is None else batch,
+            "layers": self.layers if layers is None else layers,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1; got {size}")
+        return self.build(**sizes, dtype=dtype, remat=remat)
+
+
+MODELS: dict[str, Model] = {
+    "mlp": Model(mlp, batch=256, layers=4),
+    "convnet": Model(functools.partial(convnet, channels=64), batch=128, layers=16),
+    "convnet_small": Model(functools.partial(convnet, channels=32), batch=64, layers=6),
+    "transformer": Model(
+        functools.partial(transformer, width=768, heads=12, length=512), batch=16, layers=12
+    ),
+    "transformer_small": Model(
+        functools.partial(transformer, width=256, heads=4, length=256), batch=8, layers=4
+    ),
+    "resnet50": Model(resnet, batch=64, layers=16),
+    "gcn": Model(gcn, batch=1797, layers=2),
+}

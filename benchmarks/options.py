@@ -1,0 +1,110 @@
+"""The options that all commands share, and the cases that they ask for."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import jax
+
+import jact
+import jact.policy
+from benchmarks.models import DTYPES, MODELS, Task
+
+# "off" is plain JAX; "remat" is plain JAX with every block of the model in `nn.remat`.
+POLICIES = tuple(dict.fromkeys(("off", "remat", *jact.policy.PRESETS)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model at one size, to be measured under several policies.
+
+    Attributes:
+        model: Its name in `MODELS`.
+        policies: Names out of `POLICIES`.
+        overrides: The arguments of `Model.task` besides `remat`.
+    """
+
+    model: str
+    policies: tuple[str, ...]
+    overrides: dict[str, Any]
+
+    def task(self, policy: str) -> Task:
+        """Returns the model; only the policy "remat" changes it."""
+        return MODELS[self.model].task(**self.overrides, remat=policy == "remat")
+
+    def gradient(self, policy: str) -> Callable[..., Any]:
+        """Returns the function that is measured: `(params, state, batch) -> (value, gradient)`."""
+        loss = self.task(policy).loss
+        if policy in ("off", "remat"):
+            return jax.value_and_grad(loss, has_aux=True)
+        return jact.value_and_grad(loss, has_aux=True, policy=policy)
+
+    def row(self, policy: str, target: str, **figures: Any) -> dict[str, Any]:
+        """Returns a result: what was measured, followed by its figures."""
+        return {
+            "model": self.model,
+            "dtype": self.overrides["dtype"],
+            "batch": self.overrides["batch"],
+            "layers": self.overrides["layers"],
+            "target": target,
+            "policy": policy,
+            "jax": jax.__version__,
+            **figures,
+        }
+
+
+def add_shared(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of every command."""
+    parser.add_argument(
+        "--model",
+        type=_names("model", MODELS),
+        default="convnet_small,transformer_small",
+        help=f"comma-separated: {', '.join(MODELS)}",
+    )
+    parser.add_argument(
+        "--policies",
+        type=_names("policy", POLICIES),
+        default="off,remat,int8,int4,int2",
+        help=f"comma-separated: {', '.join(POLICIES)}",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="f32", help="what the model computes in")
+    parser.add_argument("--batch", type=positive, help="examples; None is the model's own number")
+    parser.add_argument("--layers", type=positive, help="blocks; None is the model's own number")
+    parser.add_argument("--json", metavar="FILE", help='where to write the results; "-" is stdout')
+
+
+def cases(chosen: argparse.Namespace) -> Iterator[Case]:
+    """Yields one case for each chosen model."""
+    for name in chosen.model:
+        overrides = {
+            "batch": chosen.batch or MODELS[name].batch,
+            "layers": chosen.layers or MODELS[name].layers,
+            "dtype": chosen.dtype,
+        }
+        yield Case(name, chosen.policies, overrides)
+
+
+def positive(text: str) -> int:
+    """Parses a whole number of at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1; got {text!r}")
+    return number
+
+
+def _names(kind: str, allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Returns a parser of comma-separated names out of `allowed`."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+        for name in names:
+            if name not in allowed:
+                choices = ", ".join(allowed)
+                raise argparse.ArgumentTypeError(f"unknown {kind} {name!r}; choose from {choices}")
+        return names
+
+    return parse
