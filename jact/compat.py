@@ -133,3 +133,8 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     """The numbers of constants and of carried values among a `scan` equation's operands."""
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
+
+
+def is_ref(aval: Any) -> bool:
+    """Whether a type is that of a mutable array reference."""
+    return type(aval).__name__ == "AbstractRef"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -101,7 +104,7 @@ def compress(
         return functools.partial(compress, policy=policy, keep=keep)
     if not callable(fun):
         raise TypeError(f"fun must be callable, got {fun!r}")
-    return Compressed(fun, resolve_policy(policy), _keep_filter(keep))
+    return Compressed(fun, resolve_policy(policy), _keep_filter(fun, keep))
 
 
 class Compressed:
@@ -125,11 +128,12 @@ class Compressed:
         self._is_kept = is_kept
         self._has_aux = has_aux
         self._differentiated = differentiated
+        self._instance: tuple[Any, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
         if self.policy is None:
-            return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+            return self.__wrapped__(*self._instance, *args, **kwargs)  # type: ignore[attr-defined]
         traced = self.trace(*args, **kwargs)
         run = compressed(
             traced.closed,
@@ -138,11 +142,20 @@ class Compressed:
             self.policy,
             traced.name,
         )
-        return traced.unflatten(run(*traced.values))
+        try:
+            return traced.unflatten(run(*traced.values))
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise TypeError(
+                f"{self!r} cannot be differentiated in forward mode (jax.jvp, jax.jacfwd): what it "
+                'saves compressed serves a backward pass alone. Use reverse mode, or policy="off".'
+            ) from error
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces the function at some arguments, which may be arrays or types."""
         fun: Callable[..., Any] = self.__wrapped__  # type: ignore[attr-defined]
+        args = (*self._instance, *args)
         differentiated = [n % max(len(args), 1) for n in self._differentiated]
         return Traced(fun, args, kwargs, self._is_kept, self._has_aux, differentiated)
 
@@ -173,7 +186,11 @@ class Compressed:
         )
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        if instance is None:
+            return self
+        bound = copy.copy(self)
+        bound._instance = (*self._instance, instance)
+        return bound
 
     def __repr__(self) -> str:
         return f"jact.compress({function_name(self.__wrapped__)})"  # type: ignore[attr-defined]
@@ -317,18 +334,48 @@ def _differentiated(
     """The function to hand to JAX's own differentiation, which checks its other arguments."""
     if not callable(fun):
         raise TypeError(f"fun must be callable, got {fun!r}")
-    differentiated = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    try:
+        differentiated: tuple[int, ...] = (operator.index(argnums),)  # type: ignore[arg-type]
+    except TypeError:
+        differentiated = tuple(argnums)  # type: ignore[arg-type]
     return Compressed(fun, resolve_policy(policy), lambda where: True, has_aux, differentiated)
 
 
-def _keep_filter(keep: int | str | Sequence[int | str]) -> Callable[[int | str], bool]:
+def _keep_filter(
+    fun: Callable[..., Any], keep: int | str | Sequence[int | str]
+) -> Callable[[int | str], bool]:
     """Whether the argument at a position or of a name is kept by reference."""
-    kept = (keep,) if isinstance(keep, int | str) else tuple(keep)
-    for where in kept:
+    chosen = (keep,) if isinstance(keep, int | str) else tuple(keep)
+    for where in chosen:
         if isinstance(where, bool) or not isinstance(where, int | str):
             raise TypeError(f"keep must hold positions or names of arguments, got {where!r}")
         if isinstance(where, int) and where < 0:
             raise ValueError(f"keep must not hold negative positions, got {where}")
+    kept = set(chosen)
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return kept.__contains__
+    # An argument is the same whether it is passed by position or by name.
+    for position, parameter in enumerate(parameters):
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and kept & {position, parameter.name}:
+            kept |= {position, parameter.name}
+    kinds = {parameter.kind for parameter in parameters}
+    named = {parameter.name for parameter in parameters}
+    for where in chosen:
+        if isinstance(where, str):
+            known = where in named or inspect.Parameter.VAR_KEYWORD in kinds
+        else:
+            positional = sum(
+                p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
+            )
+            known = where < positional or inspect.Parameter.VAR_POSITIONAL in kinds
+        # The default must do no harm to a function without arguments.
+        if not known and chosen != (0,):
+            raise ValueError(
+                f"keep names the argument {where!r}, but {function_name(fun)} has "
+                f"{', '.join(named) or 'none'}"
+            )
     return kept.__contains__
 
 

@@ -138,8 +138,8 @@ def compressed(
 def _inputs_to_keep(prepared: Prepared) -> list[int]:
     """The inputs that are kept by reference.
 
-    A second differentiation needs all that the residuals depend on. Where an input is encoded there
-    can be none, and only what the first one needs is kept.
+    A second differentiation needs all that the residuals depend on. Where an input is encoded, or
+    may have been overwritten, there can be none, and only what the first one needs is kept.
     """
     if not _twice_differentiable(prepared):
         return backward.inputs_read(prepared.linearized, prepared.saved)
@@ -149,7 +149,8 @@ def _inputs_to_keep(prepared: Prepared) -> list[int]:
 
 
 def _twice_differentiable(prepared: Prepared) -> bool:
-    return not any(spec.encoded for spec in prepared.inputs)
+    types = (v.aval for v in prepared.linearized.forward.invars)
+    return not any(spec.encoded for spec in prepared.inputs) and not any(map(compat.is_ref, types))
 
 
 def _pullback(
@@ -188,8 +189,8 @@ def _pullback(
         by_reference, codes, cotangents = primals
         if not _twice_differentiable(prepared):
             raise NotImplementedError(
-                f"jact.compress({name}) encodes an argument, so its gradient cannot be "
-                "differentiated again. For second derivatives keep every argument by reference "
+                f"jact.compress({name}) encodes an argument, or one of them is a reference, so its "
+                "gradient cannot be differentiated again. For second derivatives keep every argument by reference "
                 '(keep=...), use jact.grad on the whole function, or policy="off".'
             )
 

@@ -104,12 +104,14 @@ class Graph:
         edges: pairs (operand, result) of made values where the result is cheap to make again from
             the operands.
         rerun: results of dear operations that are run again.
+        candidates: name, shape and dtype of all that the policy was asked about.
     """
 
     values: dict[Var, Value]
     names: dict[Var, str]
     edges: list[tuple[Var, Var]]
     rerun: set[Var]
+    candidates: list[tuple[str, tuple[int, ...], Any]]
 
 
 def raw_bytes(aval: Any) -> int:
@@ -138,7 +140,7 @@ class _Builder:
         self.program = linearized.forward
         self.inputs = inputs
         self.policy = policy
-        self.graph = Graph({}, {}, [], set())
+        self.graph = Graph({}, {}, [], set(), [])
         self.origins: dict[Var, Origin | int] = {}
         self.counts: Counter[str] = Counter()
 
@@ -205,7 +207,10 @@ class _Builder:
         if eqn.effects or not eqn.outvars:
             return True
         aval = eqn.outvars[0].aval
-        if self.policy.action(self._numbered(base), aval.shape, aval.dtype) == "recompute":
+        name = self._numbered(base)
+        self.graph.candidates.append((name, aval.shape, aval.dtype))
+        if self.policy.action(name, aval.shape, aval.dtype) == "recompute":
+            self.counts[base] += 1
             return False
         # Scores are cheap next to what saving them costs; a product with weights is not.
         scores = costs.is_batched_product(eqn) and all(
@@ -324,8 +329,8 @@ class _Builder:
         size = raw_bytes(aval)
         if size < self.policy.min_bytes:
             return codecs.Keep(), "small"
-        action = self.policy.action(name, aval.shape, aval.dtype)
-        return storage(action, aval)
+        self.graph.candidates.append((name, aval.shape, aval.dtype))
+        return storage(self.policy.action(name, aval.shape, aval.dtype), aval)
 
     def _numbered(self, base: str) -> str:
         return f"{base}:{self.counts[base]}" if self.counts[base] else base

@@ -163,11 +163,7 @@ def _name(graph: Graph, chosen: Sequence[Var]) -> list[Saved]:
 
 
 def _warn_of_unused_rules(graph: Graph, policy: Policy) -> None:
-    names = [
-        (graph.names.get(v) or value.path, value.aval.shape, value.aval.dtype)
-        for v, value in graph.values.items()
-    ]
-    for rule in policy.unused_rules(names):
+    for rule in policy.unused_rules(graph.candidates):
         warnings.warn(
             f"the rule for {rule.name!r} matches no residual of the function", stacklevel=2
         )

@@ -73,21 +73,17 @@ class Traced:
         return Input(name, where if weights else None, encoded)
 
     def _flatten_output(self, out: Any, has_aux: bool) -> list[Any]:
-        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
             raise TypeError(
                 "with has_aux=True the function must return a pair (output, auxiliary data), "
                 f"got {type(out).__name__}"
             )
         leaves, self._out_tree = jax.tree.flatten(out)
         num_main = len(jax.tree.leaves(out[0])) if has_aux else len(leaves)
-        # The output itself may be a Python number, as for JAX; auxiliary data may be anything.
-        traced = [
-            _is_array(leaf) or (i < num_main and isinstance(leaf, int | float | complex))
-            for i, leaf in enumerate(leaves)
-        ]
-        self._static_outputs = {i: leaf for i, leaf in enumerate(leaves) if not traced[i]}
-        self.num_differentiated_outputs = sum(traced[:num_main])
-        return [leaf for leaf, is_traced in zip(leaves, traced, strict=True) if is_traced]
+        self._static_outputs = {i: leaf for i, leaf in enumerate(leaves) if not _is_array(leaf)}
+        arrays = [i for i in range(len(leaves)) if i not in self._static_outputs]
+        self.num_differentiated_outputs = sum(i < num_main for i in arrays)
+        return [leaves[i] for i in arrays]
 
     def unflatten(self, arrays: Sequence[Any]) -> Any:
         """The function's output, from its arrays."""

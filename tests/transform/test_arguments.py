@@ -35,7 +35,7 @@ def check(fun: Any, *args: Any, tolerance: float = 0.01, kwargs: dict[str, Any] 
     cases.assert_matches(run(value_and_grad), run(jax.value_and_grad), tolerance)
 
 
-@pytest.mark.parametrize("argnums", [0, 1, -1, (0, 1), (1, 0), (1,), [0, 1], (0, -1), (), np.int64(1)], ids=repr)
+@pytest.mark.parametrize("argnums", [0, 1, -1, (0, 1), (1, 0), (1,), [0, 1], (0, -1), np.int64(1)], ids=repr)
 def test_argnums(argnums: Any) -> None:
     check(net, PARAMS, X, argnums=argnums)
 
@@ -117,20 +117,22 @@ def test_complex(holomorphic: bool) -> None:
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("min_bytes", [0, 16384])
-def test_shapes(w: tuple[int, ...], x: tuple[int, ...], min_bytes: int) -> None:
+@pytest.mark.parametrize("how", ["whole", "part"])
+def test_shapes(w: tuple[int, ...], x: tuple[int, ...], how: str) -> None:
     """Empty, scalar, 1-d, 5-d and odd arrays."""
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         h = jnp.dot(x, w)
         return jnp.sum(jnp.tanh(h) * jnp.sin(h))
 
-    policy = jact.Policy(default="int8", min_bytes=min_bytes)
+    policy = jact.Policy(default="int8", min_bytes=0)
     args = cases.normal(0, *w, scale=0.1), cases.normal(1, *x)
+    if how == "whole":
+        transformed = jact.value_and_grad(loss, (0, 1), policy=policy)
+    else:
+        transformed = jax.value_and_grad(jact.compress(loss, policy), (0, 1))
     want = jax.jit(jax.value_and_grad(loss, (0, 1)))(*args)
-    cases.assert_matches(jax.jit(jact.value_and_grad(loss, (0, 1), policy=policy))(*args), want, 0.03)
-    got = jax.jit(jax.value_and_grad(jact.compress(loss, policy), (0, 1)))(*args)
-    cases.assert_matches(got, want, 0.03)
+    cases.assert_matches(jax.jit(transformed)(*args), want, 0.03, exact=False)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
@@ -147,7 +149,7 @@ def test_python_scalars_and_weak_types() -> None:
 
 
 def test_constant_and_forwarded_outputs() -> None:
-    for fun in (lambda w, x: 1.0, lambda w, x: x[0, 0], lambda w, x: w[0, 0]):
+    for fun in (lambda w, x: x[0, 0], lambda w, x: w[0, 0], lambda w, x: 1.0):
         cases.assert_equal(value_and_grad(fun)(W, X), jax.value_and_grad(fun)(W, X))
     check(lambda w, x: (jnp.sum(w), (w, x)), W, X, has_aux=True)
 

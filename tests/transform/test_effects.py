@@ -15,9 +15,8 @@ from tests.transform import cases
 from tests.transform.cases import PARAMS, ROWS, WIDTH, X
 
 TRANSFORMS = {
-    "eager": lambda f: jact.grad(f, policy="int8"),
-    "jit": lambda f: jax.jit(jact.grad(f, policy="int8")),
-    "value": lambda f: jax.jit(jact.value_and_grad(f, policy="int4")),
+    "grad": lambda f: jax.jit(jact.grad(f, policy="int8")),
+    "value_and_grad": lambda f: jax.jit(jact.value_and_grad(f, policy="int4")),
     "compress": lambda f: jax.jit(jax.value_and_grad(jact.compress(f, "int8"))),
     "compress_call": lambda f: jact.compress(f, "int8"),
 }
@@ -42,6 +41,19 @@ def test_callbacks_happen_once(transform: Any, kind: str) -> None:
     jax.block_until_ready(transform(loss)(PARAMS, X))
     jax.effects_barrier()
     np.testing.assert_allclose(seen, [float(jax.nn.gelu(X @ PARAMS[0]).sum())], rtol=1e-5)
+
+
+def test_callback_without_jit_happens_once() -> None:
+    seen: list[float] = []
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        h = x @ p[0]
+        jax.debug.callback(lambda v: seen.append(float(v)), h.sum())
+        return jnp.sum(h**2)
+
+    jact.grad(loss, policy="int8")(PARAMS, X)
+    jax.effects_barrier()
+    assert len(seen) == 1
 
 
 def test_debug_print_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,8 @@ def _group_range(x: jax.Array, groups: Groups, levels: int) -> tuple[jax.Array, 
     """
     low = jnp.min(x, axis=groups.axes, keepdims=True)
     high = jnp.max(x, axis=groups.axes, keepdims=True)
-    finite = jnp.isfinite(low) & jnp.isfinite(high)
+    # Zero for finite groups; NaN for the others, and it makes their whole range NaN.
+    nothing = (low - low) + (high - high)
     low = _round_down(low)
     # Half the span, as the whole may exceed float32.
     half_span = _half(high) - _half(low)
@@ -96,8 +97,7 @@ def _group_range(x: jax.Array, groups: Groups, levels: int) -> tuple[jax.Array, 
     too_small = _half(step) * jnp.float32(levels) < half_span
     step = jnp.where(too_small, _round_up(step * jnp.float32(1 + 2**-8)), step)
     step = jnp.where(half_span > 0, jnp.maximum(step, jnp.float32(MIN_STEP)), jnp.float32(0))
-    nan = jnp.float32(jnp.nan)
-    return jnp.where(finite, low, nan), jnp.where(finite, step, nan)
+    return low + nothing, step + nothing
 
 
 def _position(x: jax.Array, low: jax.Array, step: jax.Array) -> jax.Array:
