@@ -16,7 +16,7 @@ from benchmarks.models import MODELS
 from jact import codecs
 from jact.memory import peak
 from tests.transform import cases
-from tests.transform.cases import PARAMS, ROWS, V, W, WIDTH, X, net
+from tests.transform.cases import PARAMS, ROWS, WIDTH, V, W, X, net
 
 DEAR = ("dot_general", "conv_general_dilated")
 
@@ -61,7 +61,9 @@ def is_activation(leaf: jax.Array) -> bool:
 
 
 @pytest.mark.oldest
-@cases.parametrize(cases.MODELS, {name: cases.FUNCTIONS[name] for name in ("net", "convolution", "shared")})
+@cases.parametrize(
+    cases.MODELS, {name: cases.FUNCTIONS[name] for name in ("net", "convolution", "shared")}
+)
 def test_dear_operations_run_once(case: cases.Case) -> None:
     args = jax.eval_shape(case.make)
     plain = count_dear(jax.grad(case.fun, has_aux=case.has_aux), *args)
@@ -81,7 +83,9 @@ def test_forward_pass_is_the_plain_one(case: cases.Case) -> None:
 
     def names(jaxpr: Any) -> collections.Counter[str]:
         calls = ("jit", "pjit", "custom_vjp_call", "custom_jvp_call", "closed_call")
-        return collections.Counter(e.primitive.name for e in all_equations(jaxpr) if e.primitive.name not in calls)
+        return collections.Counter(
+            e.primitive.name for e in all_equations(jaxpr) if e.primitive.name not in calls
+        )
 
     assert names(plain.jaxpr) == names(primal.jaxpr)
 
@@ -89,7 +93,10 @@ def test_forward_pass_is_the_plain_one(case: cases.Case) -> None:
 def test_recompute_is_the_only_way_to_run_twice() -> None:
     policy = jact.Policy(rules=[jact.Rule("dot_general:1", "recompute")])
     plain = count_dear(jax.grad(net), PARAMS, X)
-    assert count_dear(jact.grad(net, policy=policy), PARAMS, X)["dot_general"] == plain["dot_general"] + 1
+    assert (
+        count_dear(jact.grad(net, policy=policy), PARAMS, X)["dot_general"]
+        == plain["dot_general"] + 1
+    )
 
 
 # 2: no accumulation of errors.
@@ -105,7 +112,10 @@ def test_error_does_not_accumulate() -> None:
 
     def error(depth: int) -> float:
         params = [cases.normal(i, WIDTH, WIDTH, scale=0.05) for i in range(depth)]
-        got, want = (jax.jit(f(loss))(params, X)[0] for f in (functools.partial(jact.grad, policy="int4"), jax.grad))
+        got, want = (
+            jax.jit(f(loss))(params, X)[0]
+            for f in (functools.partial(jact.grad, policy="int4"), jax.grad)
+        )
         return cases.relative_error(got, want)
 
     shallow, deep = error(3), error(10)
@@ -123,8 +133,14 @@ def test_error_does_not_accumulate() -> None:
         relu_network,
         lambda p, x: jnp.tanh(jax.nn.gelu(x @ p[0]) @ p[1]) @ p[2],
         lambda p, x: jax.nn.silu(x @ p[0]) * (x @ p[1]),
-        lambda p, x: (lambda h: (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5))(x @ p[0])
-        @ p[1],
+        lambda p, x: (
+            (
+                lambda h: (
+                    (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+                )
+            )(x @ p[0])
+            @ p[1]
+        ),
         lambda p, x: x + jnp.tanh((x + jnp.tanh(x @ p[0])) @ p[1]),
         lambda p, x: jax.checkpoint(relu_network)(p[2:], jax.checkpoint(relu_network)(p[:2], x)),
     ],
@@ -139,7 +155,9 @@ def test_no_activation_is_saved_as_it_is(fun: Any) -> None:
     assert 0 < len(codes) <= len(plain)
     # Parameters are there at most once, and as they are.
     params = [a for a in saved if a.shape == W.shape]
-    assert all(any(a is w for w in WEIGHTS) or (a == w).all() for a, w in zip(params, params, strict=True))
+    assert all(
+        any(a is w for w in WEIGHTS) or (a == w).all() for a, w in zip(params, params, strict=True)
+    )
     assert all(a.dtype == jnp.float32 for a in params) and len(params) <= len(WEIGHTS)
 
 
@@ -166,8 +184,14 @@ def test_parameters_and_what_follows_from_them_stay_exact() -> None:
         h = jnp.tanh(x.astype(jnp.bfloat16) @ merged)
         return jnp.sum((h @ merged.T).astype(jnp.float32) ** 2)
 
-    params = {"w": cases.normal(0, 256, 256), "a": cases.normal(1, 256, 64), "b": cases.normal(2, 64, 256)}
-    plan = jact.make_plan(loss, jact.Policy(default="int4", min_bytes=0))(params, cases.normal(3, 512, 256))
+    params = {
+        "w": cases.normal(0, 256, 256),
+        "a": cases.normal(1, 256, 64),
+        "b": cases.normal(2, 64, 256),
+    }
+    plan = jact.make_plan(loss, jact.Policy(default="int4", min_bytes=0))(
+        params, cases.normal(3, 512, 256)
+    )
     # The product a @ b is the first of its name.
     assert list(plan.bits) == ["dot_general:1", "dot_general:2"]
     for entry in _prepared(loss, params, cases.normal(3, 512, 256)):
@@ -181,8 +205,14 @@ def _prepared(fun: Any, *args: Any, policy: str = "int4", has_aux: bool = False)
 
 
 def test_dropout_masks_are_drawn_again_or_bits() -> None:
-    saved = residuals(jact.compress(cases.dropout, "int4", keep=(0, 2)), PARAMS, X, jax.random.key(0))
-    assert not [a.shape for a in saved if is_activation(a) and a.dtype in (jnp.float32, jnp.bool_, jnp.uint32)]
+    saved = residuals(
+        jact.compress(cases.dropout, "int4", keep=(0, 2)), PARAMS, X, jax.random.key(0)
+    )
+    assert not [
+        a.shape
+        for a in saved
+        if is_activation(a) and a.dtype in (jnp.float32, jnp.bool_, jnp.uint32)
+    ]
 
 
 def test_nothing_is_saved_for_linear_functions() -> None:
@@ -205,7 +235,9 @@ def mlp(params: Any, x: jax.Array) -> jax.Array:
 def convnet(kernels: Any, x: jax.Array) -> jax.Array:
     for kernel in kernels:
         x = jax.nn.relu(
-            lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
         )
     return jnp.sum(x**2)
 
@@ -244,7 +276,10 @@ def test_peak_of_compressed_layers_in_a_scan() -> None:
 
     ws, x = shape(12, 256, 256), shape(4096, 256)
     plain = peak(jax.grad(functools.partial(loss, cases.layer)), ws, x)
-    assert peak(jax.grad(functools.partial(loss, jact.compress(cases.layer, "int4"))), ws, x) <= 0.2 * plain
+    assert (
+        peak(jax.grad(functools.partial(loss, jact.compress(cases.layer, "int4"))), ws, x)
+        <= 0.2 * plain
+    )
 
 
 def test_peak_with_closures_vmap_and_nested_jit() -> None:
@@ -272,7 +307,9 @@ def test_peak_of_the_models(name: str, most: float) -> None:
     """The memory gates of the benchmark models on the CPU."""
     task = MODELS[name].task()
     args = task.abstract()
-    off, int4 = (peak(jact.grad(task.loss, has_aux=True, policy=policy), *args) for policy in ("off", "int4"))
+    off, int4 = (
+        peak(jact.grad(task.loss, has_aux=True, policy=policy), *args) for policy in ("off", "int4")
+    )
     assert int4 <= most * off
 
 
@@ -300,11 +337,20 @@ def test_relu_masks_are_exact(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["int2", "int4"])
 def test_max_pool_winners_are_exact(policy: str) -> None:
     def loss(bias: jax.Array, kernel: jax.Array, x: jax.Array) -> jax.Array:
-        h = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + bias
-        return jnp.sum(lax.reduce_window(h, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME") * 3.0)
+        h = (
+            lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            + bias
+        )
+        return jnp.sum(
+            lax.reduce_window(h, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME") * 3.0
+        )
 
     args = jnp.zeros((8, 16, 16, 8)), cases.normal(1, 3, 3, 4, 8), cases.normal(2, 8, 16, 16, 4)
-    got, want = (jax.jit(f(loss))(*args) for f in (functools.partial(jact.grad, policy=policy), jax.grad))
+    got, want = (
+        jax.jit(f(loss))(*args) for f in (functools.partial(jact.grad, policy=policy), jax.grad)
+    )
     np.testing.assert_array_equal(got, want)
 
 
@@ -315,10 +361,16 @@ def test_other_choices_are_exact(policy: str) -> None:
     def loss(bias: jax.Array, w: jax.Array, x: jax.Array) -> jax.Array:
         h = x @ w + bias
         chosen = jnp.max(h, axis=-1).sum() + lax.top_k(h, 3)[0].sum() + jnp.clip(h, -0.5, 0.5).sum()
-        return chosen + jnp.where(h > 0.3, 2.0 * h, h).sum() + (jnp.sort(h) * jnp.arange(WIDTH, dtype=h.dtype)[None]).sum()
+        return (
+            chosen
+            + jnp.where(h > 0.3, 2.0 * h, h).sum()
+            + (jnp.sort(h) * jnp.arange(WIDTH, dtype=h.dtype)[None]).sum()
+        )
 
     args = jnp.zeros((ROWS, WIDTH)), W, X
-    got, want = (jax.jit(f(loss))(*args) for f in (functools.partial(jact.grad, policy=policy), jax.grad))
+    got, want = (
+        jax.jit(f(loss))(*args) for f in (functools.partial(jact.grad, policy=policy), jax.grad)
+    )
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
@@ -329,7 +381,10 @@ def test_other_choices_are_exact(policy: str) -> None:
 def test_small_arrays_stay_exact() -> None:
     few = X[:4]
     assert jact.make_plan(net, "int4")(PARAMS, few).bits == {}
-    got, want = jax.jit(jact.grad(net, policy="int1"))(PARAMS, few), jax.jit(jax.grad(net))(PARAMS, few)
+    got, want = (
+        jax.jit(jact.grad(net, policy="int1"))(PARAMS, few),
+        jax.jit(jax.grad(net))(PARAMS, few),
+    )
     cases.assert_close(got, want, 1e-6)
     assert jact.make_plan(net, jact.Policy(default="int4", min_bytes=0))(PARAMS, few).bits
 
@@ -379,7 +434,9 @@ def test_noise_differs_between_residuals_and_steps() -> None:
     """Two equal values are not rounded alike, nor is one value in two steps."""
 
     def codes(scale: float) -> list[np.ndarray]:
-        fun = jact.compress(lambda p, x: (jnp.tanh(x @ p[0]), jnp.sin(x @ p[1])), "int4", keep=(0, 1))
+        fun = jact.compress(
+            lambda p, x: (jnp.tanh(x @ p[0]), jnp.sin(x @ p[1])), "int4", keep=(0, 1)
+        )
         saved = residuals(fun, [W, W], X * scale)
         return [np.asarray(a.astype(jnp.uint8)) for a in saved if a.dtype == jnp.uint4]
 

@@ -17,7 +17,13 @@ pytestmark = pytest.mark.oldest
 value_and_grad = functools.partial(jact.value_and_grad, policy="int8")
 
 
-def check(fun: Any, *args: Any, tolerance: float = 0.01, kwargs: dict[str, Any] | None = None, **options: Any) -> None:
+def check(
+    fun: Any,
+    *args: Any,
+    tolerance: float = 0.01,
+    kwargs: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
     """Both under `jit`, with everything but arrays static."""
     leaves, tree = jax.tree.flatten((args, kwargs or {}))
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
@@ -35,18 +41,27 @@ def check(fun: Any, *args: Any, tolerance: float = 0.01, kwargs: dict[str, Any] 
     cases.assert_matches(run(value_and_grad), run(jax.value_and_grad), tolerance)
 
 
-@pytest.mark.parametrize("argnums", [0, 1, -1, (0, 1), (1, 0), (1,), [0, 1], (0, -1), np.int64(1)], ids=repr)
+@pytest.mark.parametrize(
+    "argnums", [0, 1, -1, (0, 1), (1, 0), (1,), [0, 1], (0, -1), np.int64(1)], ids=repr
+)
 def test_argnums(argnums: Any) -> None:
     check(net, PARAMS, X, argnums=argnums)
 
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"scale": jnp.float32(2.0)}, {"scale": 2.0}, {"scale": 2.0, "flip": True}, {"scale": 2.0, "extra": {"x": X}}],
+    [
+        {"scale": jnp.float32(2.0)},
+        {"scale": 2.0},
+        {"scale": 2.0, "flip": True},
+        {"scale": 2.0, "extra": {"x": X}},
+    ],
     ids=["array", "number", "bool", "tree"],
 )
 def test_keyword_arguments(kwargs: dict[str, Any]) -> None:
-    def loss(params: Any, x: jax.Array, *, scale: Any, flip: bool = False, extra: Any = None) -> jax.Array:
+    def loss(
+        params: Any, x: jax.Array, *, scale: Any, flip: bool = False, extra: Any = None
+    ) -> jax.Array:
         value = net(params, x if extra is None else extra["x"] * x) * scale
         return -value if flip else value
 
@@ -56,7 +71,9 @@ def test_keyword_arguments(kwargs: dict[str, Any]) -> None:
 def test_static_arguments() -> None:
     """Python numbers, strings, functions, None, bools and slices stay what they are."""
 
-    def loss(params: Any, x: Any, act: Any, name: str, count: int, flag: bool, none: None, rows: slice) -> Any:
+    def loss(
+        params: Any, x: Any, act: Any, name: str, count: int, flag: bool, none: None, rows: slice
+    ) -> Any:
         assert name == "a" and none is None and flag is True
         h = act(x @ params[0])[rows]
         for _ in range(count):
@@ -71,7 +88,9 @@ def test_numpy_arguments() -> None:
     check(cases.gathered, PARAMS, np.asarray(X), index, chosen)
 
 
-@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int4, jnp.bool_, jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [jnp.uint8, jnp.int4, jnp.bool_, jnp.float8_e4m3fn, jnp.float8_e5m2]
+)
 def test_narrow_inputs(dtype: Any) -> None:
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return net(params, x.astype(jnp.float32))
@@ -144,7 +163,10 @@ def test_x64(dtype: Any) -> None:
 
 def test_python_scalars_and_weak_types() -> None:
     for x in (2.0, np.float32(2.0), jnp.asarray(2.0), jnp.float32(2.0)):
-        got, want = value_and_grad(lambda x: x * x * x)(x), jax.value_and_grad(lambda x: x * x * x)(x)
+        got, want = (
+            value_and_grad(lambda x: x * x * x)(x),
+            jax.value_and_grad(lambda x: x * x * x)(x),
+        )
         cases.assert_equal(got, want)
 
 
@@ -156,16 +178,31 @@ def test_constant_and_forwarded_outputs() -> None:
 
 def test_aux_of_arrays() -> None:
     def loss(params: Any, x: jax.Array) -> Any:
-        return net(params, x), {"h": x @ params[0], "count": jnp.arange(3), "key": jax.random.key(1), "none": None}
+        return net(params, x), {
+            "h": x @ params[0],
+            "count": jnp.arange(3),
+            "key": jax.random.key(1),
+            "none": None,
+        }
 
     check(loss, PARAMS, X, has_aux=True)
 
 
 def test_aux_of_anything() -> None:
     def loss(params: Any, x: jax.Array) -> Any:
-        return net(params, x), {"name": "a", "none": None, "count": 3, "rate": 2.5, "flag": True, "fun": net, "x": x}
+        return net(params, x), {
+            "name": "a",
+            "none": None,
+            "count": 3,
+            "rate": 2.5,
+            "flag": True,
+            "fun": net,
+            "x": x,
+        }
 
-    got, want = (f(loss, has_aux=True)(PARAMS, X)[0][1] for f in (value_and_grad, jax.value_and_grad))
+    got, want = (
+        f(loss, has_aux=True)(PARAMS, X)[0][1] for f in (value_and_grad, jax.value_and_grad)
+    )
     assert got["fun"] is net
     for name in ("name", "none", "count", "rate", "flag"):
         assert got[name] == want[name] and type(got[name]) is type(want[name])
@@ -190,7 +227,10 @@ def test_custom_pytrees() -> None:
         def tree_unflatten(cls, _: None, leaves: Any) -> Any:
             return cls(*leaves)
 
-    got, want = (f(lambda p: jnp.sum(jnp.tanh(X @ p.w)))(Params(W)) for f in (value_and_grad, jax.value_and_grad))
+    got, want = (
+        f(lambda p: jnp.sum(jnp.tanh(X @ p.w)))(Params(W))
+        for f in (value_and_grad, jax.value_and_grad)
+    )
     assert type(got[1]) is Params
     cases.assert_matches(got, want, 0.01, exact=False)
 
@@ -211,7 +251,11 @@ def test_closures_save_as_much(where: str) -> None:
         plans.append(jact.make_plan(lambda params: net(params, x), "int4")(params))
         return value_and_grad(lambda params: net(params, x))(params)
 
-    got = jax.jit(step)(PARAMS, X) if where == "tracers" else jax.jit(lambda p: step(p, batch))(PARAMS)
+    got = (
+        jax.jit(step)(PARAMS, X)
+        if where == "tracers"
+        else jax.jit(lambda p: step(p, batch))(PARAMS)
+    )
     assert plans == [want]
     cases.assert_matches(got, jax.jit(jax.value_and_grad(net))(PARAMS, X), 0.01)
 
@@ -219,14 +263,18 @@ def test_closures_save_as_much(where: str) -> None:
 def test_closure_over_parameters() -> None:
     """What is closed over is kept by reference, whatever it is."""
     got = jax.jit(lambda w, v: value_and_grad(lambda w: net((w, v), X))(w))(W, V)
-    cases.assert_matches(got, jax.jit(jax.value_and_grad(lambda w: net((w, V), X)))(W), 0.01, exact=False)
+    cases.assert_matches(
+        got, jax.jit(jax.value_and_grad(lambda w: net((w, V), X)))(W), 0.01, exact=False
+    )
 
 
 def test_donated_arguments() -> None:
     def step(grad: Any, params: Any) -> Any:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grad(net)(params, X))
 
-    got = jax.jit(functools.partial(step, functools.partial(jact.grad, policy="int8")), donate_argnums=0)
+    got = jax.jit(
+        functools.partial(step, functools.partial(jact.grad, policy="int8")), donate_argnums=0
+    )
     donated = jax.tree.map(jnp.copy, PARAMS)
     cases.assert_close(got(donated), step(jax.grad, PARAMS), 1e-3)
     assert all(a.is_deleted() for a in donated)
@@ -236,7 +284,10 @@ def test_shapes_without_arrays() -> None:
     """`jax.eval_shape` and ahead-of-time compilation."""
     shapes = jax.eval_shape(lambda: (PARAMS, X))
     cases.assert_same_types(
-        jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(jact.grad(net), *shapes)), PARAMS
+        jax.tree.map(
+            lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(jact.grad(net), *shapes)
+        ),
+        PARAMS,
     )
     compiled = jax.jit(jact.grad(net, policy="int8")).lower(*shapes).compile()
     cases.assert_close(compiled(PARAMS, X), jax.grad(net)(PARAMS, X), 0.01)

@@ -94,7 +94,9 @@ def test_callback_of_a_backward_rule_happens_once() -> None:
         return (g,)
 
     watched.defvjp(lambda x: (x, None), backward)
-    jax.block_until_ready(jax.jit(jact.grad(lambda p: jnp.sum(jnp.tanh(watched(X @ p[0])) ** 2)))(PARAMS))
+    jax.block_until_ready(
+        jax.jit(jact.grad(lambda p: jnp.sum(jnp.tanh(watched(X @ p[0])) ** 2)))(PARAMS)
+    )
     jax.effects_barrier()
     assert len(seen) == 1
 
@@ -109,7 +111,9 @@ def test_pure_callback_runs_once_on_exact_values(policy: str) -> None:
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
         h = x @ p[0]
-        scale = jax.pure_callback(host, jax.ShapeDtypeStruct(h.shape, h.dtype), lax.stop_gradient(h))
+        scale = jax.pure_callback(
+            host, jax.ShapeDtypeStruct(h.shape, h.dtype), lax.stop_gradient(h)
+        )
         return jnp.sum(jax.nn.relu(h @ p[1]) * scale) / ROWS
 
     jax.block_until_ready(jax.jit(jact.value_and_grad(loss, policy=policy))(PARAMS, X))
@@ -136,7 +140,9 @@ def test_what_cannot_be_repeated_is_not(draw: Any) -> None:
         scale = draw((ROWS, WIDTH))
         return jnp.sum((x @ p[0]) * scale), scale
 
-    (_, scale), gradient = jax.jit(jact.value_and_grad(loss, has_aux=True, policy="int8"))(PARAMS, X)
+    (_, scale), gradient = jax.jit(jact.value_and_grad(loss, has_aux=True, policy="int8"))(
+        PARAMS, X
+    )
     np.testing.assert_allclose(gradient[0], X.T @ scale, rtol=0.05, atol=0.5)
 
 

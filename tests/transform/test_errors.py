@@ -34,7 +34,9 @@ def test_not_callable(transform: Any) -> None:
         transform(3)
 
 
-@pytest.mark.parametrize(("keep", "error"), [(1.5, TypeError), ((1.5,), TypeError), (True, TypeError), (-1, ValueError)])
+@pytest.mark.parametrize(
+    ("keep", "error"), [(1.5, TypeError), ((1.5,), TypeError), (True, TypeError), (-1, ValueError)]
+)
 def test_keep(keep: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="keep|iterable"):
         jact.compress(net, keep=keep)
@@ -92,7 +94,9 @@ def test_rule_that_matches_does_not_warn(name: str, action: str) -> None:
 def test_plan_of_another_function() -> None:
     plan = jact.make_plan(net, "int4")(PARAMS, X)
     with pytest.raises(ValueError, match=r"another function.*dot_general:2"):
-        jact.grad(lambda p: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(X @ p[0]) @ p[1]) @ p[0])), policy=plan)(PARAMS)
+        jact.grad(
+            lambda p: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(X @ p[0]) @ p[1]) @ p[0])), policy=plan
+        )(PARAMS)
     with pytest.raises(ValueError, match=r"another function.*alone has dot_general:1"):
         jact.grad(lambda w: jnp.sum(jnp.tanh(X @ w)), policy=plan)(W)
 

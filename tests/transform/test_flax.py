@@ -52,7 +52,9 @@ def test_linen_apply_compressed() -> None:
     variables = model.init(jax.random.key(0), X)
     compressed = jact.compress(model.apply, "int8")
     got = jax.jit(jax.grad(lambda v: jnp.sum(jnp.tanh(compressed(v, X)))))(variables)
-    cases.assert_close(got, jax.grad(lambda v: jnp.sum(jnp.tanh(model.apply(v, X))))(variables), 0.01)
+    cases.assert_close(
+        got, jax.grad(lambda v: jnp.sum(jnp.tanh(model.apply(v, X))))(variables), 0.01
+    )
 
 
 class NNXModel(nnx.Module):

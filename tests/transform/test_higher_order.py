@@ -44,7 +44,9 @@ def test_reverse_over_reverse(grad: Any, dtype: Any) -> None:
         params, direction, x = jax.tree.map(lambda a: a.astype(dtype), (PARAMS, DIRECTION, X))
 
         def hvp(grad: Any) -> Any:
-            return jax.jit(jax.grad(lambda p: sum(map(jnp.vdot, grad(lambda p: net(p, x))(p), direction))))(params)
+            return jax.jit(
+                jax.grad(lambda p: sum(map(jnp.vdot, grad(lambda p: net(p, x))(p), direction)))
+            )(params)
 
         cases.assert_close(hvp(grad), hvp(plain_grad), 1e-5 if dtype is jnp.float32 else 1e-12)
 
@@ -77,7 +79,9 @@ def test_gradient_penalty() -> None:
 
     want = jax.jit(jax.grad(functools.partial(loss, plain_grad)))(PARAMS, X)
     cases.assert_close(jax.jit(jax.grad(functools.partial(loss, jact_grad)))(PARAMS, X), want, 1e-4)
-    cases.assert_close(jax.jit(jact_grad(functools.partial(loss, plain_grad)))(PARAMS, X), want, 0.03)
+    cases.assert_close(
+        jax.jit(jact_grad(functools.partial(loss, plain_grad)))(PARAMS, X), want, 0.03
+    )
 
 
 @pytest.mark.oldest

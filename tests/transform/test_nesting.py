@@ -17,7 +17,9 @@ compressed = jact.compress(layer, "int8")
 
 def both(build: Any) -> tuple[Any, Any]:
     """Values and gradients of `build(layer)` for the compressed and for the plain layer."""
-    results = [jax.jit(jax.value_and_grad(build(f), (0, 1)))(PARAMS, X) for f in (compressed, layer)]
+    results = [
+        jax.jit(jax.value_and_grad(build(f), (0, 1)))(PARAMS, X) for f in (compressed, layer)
+    ]
     return results[0], results[1]
 
 
@@ -52,7 +54,9 @@ def test_body_of_a_scan() -> None:
 
 def test_under_vmap() -> None:
     def build(layer: Any) -> Any:
-        return lambda params, x: jax.vmap(stack(layer), (None, 0))(params, x.reshape(2, -1, cases.WIDTH)).sum()
+        return lambda params, x: jax.vmap(stack(layer), (None, 0))(
+            params, x.reshape(2, -1, cases.WIDTH)
+        ).sum()
 
     cases.assert_matches(*both(build), 0.01, exact=False)
 
@@ -72,7 +76,9 @@ def test_compress_inside_value_and_grad(group_size: int) -> None:
 
 
 def test_compress_inside_jit_inside_checkpoint() -> None:
-    cases.assert_matches(*both(lambda layer: jax.checkpoint(jax.jit(stack(layer)))), 0.02, exact=False)
+    cases.assert_matches(
+        *both(lambda layer: jax.checkpoint(jax.jit(stack(layer)))), 0.02, exact=False
+    )
 
 
 def test_two_models_in_one_loss() -> None:
@@ -98,13 +104,17 @@ def test_adversarial_networks() -> None:
         return -critic(d, generator(g, X)), critic(d, generator(g, X)) - critic(d, X)
 
     for n in (0, 1):
-        got = jax.jit(jact.value_and_grad(lambda g, d: losses(g, d)[n], n, policy="int8"))(PARAMS, (V, W))
+        got = jax.jit(jact.value_and_grad(lambda g, d: losses(g, d)[n], n, policy="int8"))(
+            PARAMS, (V, W)
+        )
         want = jax.jit(jax.value_and_grad(lambda g, d: losses(g, d)[n], n))(PARAMS, (V, W))
         cases.assert_matches(got, want, 0.02, exact=False)
 
 
 def test_shared_layer() -> None:
-    cases.assert_matches(*both(lambda layer: lambda p, x: jnp.sum(layer(p[0], layer(p[0], x))) + jnp.sum(p[1])), 0.01)
+    cases.assert_matches(
+        *both(lambda layer: lambda p, x: jnp.sum(layer(p[0], layer(p[0], x))) + jnp.sum(p[1])), 0.01
+    )
 
 
 def test_decorators() -> None:
@@ -117,7 +127,10 @@ def test_decorators() -> None:
     def without(w: jax.Array, x: jax.Array) -> jax.Array:
         return layer(w, x)
 
-    assert with_arguments.__name__ == "with_arguments" and with_arguments.__doc__ == "Says what it does."
+    assert (
+        with_arguments.__name__ == "with_arguments"
+        and with_arguments.__doc__ == "Says what it does."
+    )
     want = jax.grad(lambda w: layer(w, X).sum())(W)
     cases.assert_close(jax.jit(jax.grad(lambda w: with_arguments(w, X).sum()))(W), want, 0.01)
     cases.assert_close(jax.jit(jax.grad(lambda w: without(w, X).sum()))(W), want, 0.1)
@@ -182,7 +195,16 @@ def test_keep_that_names_no_argument(keep: Any) -> None:
 
 def test_outputs_of_any_kind() -> None:
     def outputs(w: jax.Array, x: jax.Array) -> Any:
-        return {"y": x @ w, "x": x, "name": "a", "none": None, "count": 3, "rate": 2.5, "flag": True, "n": jnp.arange(3)}
+        return {
+            "y": x @ w,
+            "x": x,
+            "name": "a",
+            "none": None,
+            "count": 3,
+            "rate": 2.5,
+            "flag": True,
+            "n": jnp.arange(3),
+        }
 
     got, want = jact.compress(outputs, "int8")(W, X), outputs(W, X)
     for name in ("name", "none", "count", "rate", "flag"):
@@ -212,7 +234,9 @@ def test_vjp_without_jit() -> None:
 
 def test_plain_call_is_plain() -> None:
     cases.assert_equal(jax.jit(compressed)(W, X), jax.jit(layer)(W, X))
-    cases.assert_equal(jax.vmap(compressed, (None, 0))(W, X[None]), jax.vmap(layer, (None, 0))(W, X[None]))
+    cases.assert_equal(
+        jax.vmap(compressed, (None, 0))(W, X[None]), jax.vmap(layer, (None, 0))(W, X[None])
+    )
 
 
 def test_no_tracer_leaks() -> None:

@@ -10,11 +10,13 @@ from jax import lax
 
 import jact
 from tests.transform import cases
-from tests.transform.cases import PARAMS, ROWS, V, W, WIDTH, X, net
+from tests.transform.cases import PARAMS, ROWS, WIDTH, V, W, X, net
 
 
 def scan(p: Any, x: jax.Array) -> jax.Array:
-    h, sums = lax.scan(lambda h, w: (jax.nn.gelu(h @ w), h.sum()), jnp.tanh(x @ p[0]), jnp.stack([*p, p[0]]))
+    h, sums = lax.scan(
+        lambda h, w: (jax.nn.gelu(h @ w), h.sum()), jnp.tanh(x @ p[0]), jnp.stack([*p, p[0]])
+    )
     return jnp.sum(h**2) / ROWS + jnp.sum(sums) * 1e-3
 
 
@@ -24,7 +26,12 @@ def scan_of_outputs(p: Any, x: jax.Array) -> jax.Array:
 
 
 def cond(p: Any, x: jax.Array) -> jax.Array:
-    h = lax.cond(x.sum() > 0, lambda h: jax.nn.gelu(h @ p[0]), lambda h: jnp.sin(h @ p[1]), jnp.tanh(x @ p[0]))
+    h = lax.cond(
+        x.sum() > 0,
+        lambda h: jax.nn.gelu(h @ p[0]),
+        lambda h: jnp.sin(h @ p[1]),
+        jnp.tanh(x @ p[0]),
+    )
     return jnp.sum(h**2) / ROWS
 
 
@@ -57,7 +64,9 @@ def steeper_sine(x: jax.Array) -> jax.Array:
     return jnp.sin(x)
 
 
-steeper_sine.defjvp(lambda primals, tangents: (jnp.sin(primals[0]), tangents[0] * jnp.cos(primals[0]) * 2.0))
+steeper_sine.defjvp(
+    lambda primals, tangents: (jnp.sin(primals[0]), tangents[0] * jnp.cos(primals[0]) * 2.0)
+)
 
 
 @jax.custom_vjp
@@ -110,7 +119,13 @@ def depthwise(p: Any, x: jax.Array) -> jax.Array:
 
 
 def transposed(p: Any, x: jax.Array) -> jax.Array:
-    return jnp.sum(lax.conv_transpose(x.reshape(4, 8, 8, 64), p[0].reshape(1, 1, 64, 64), (2, 2), "SAME") ** 2) / ROWS
+    return (
+        jnp.sum(
+            lax.conv_transpose(x.reshape(4, 8, 8, 64), p[0].reshape(1, 1, 64, 64), (2, 2), "SAME")
+            ** 2
+        )
+        / ROWS
+    )
 
 
 OPERATIONS: dict[str, Any] = {
@@ -121,31 +136,49 @@ OPERATIONS: dict[str, Any] = {
     "switch": switch,
     "fori_loop": fori,
     "while_loop": while_of_stopped,
-    "custom_vjp_and_jvp": lambda p, x: jnp.sum(steep_sine(steeper_sine(x @ p[0]) @ p[1]) ** 2) / ROWS,
-    "custom_vjp_of_a_product": lambda p, x: jnp.sum(linear(p[1], jax.nn.gelu(linear(p[0], x))) ** 2) / ROWS,
-    "custom_vjp_with_static": lambda p, x: jnp.sum(apply(jnp.sin, x @ p[0], jnp.arange(3)) @ p[1]) / ROWS,
+    "custom_vjp_and_jvp": lambda p, x: (
+        jnp.sum(steep_sine(steeper_sine(x @ p[0]) @ p[1]) ** 2) / ROWS
+    ),
+    "custom_vjp_of_a_product": lambda p, x: (
+        jnp.sum(linear(p[1], jax.nn.gelu(linear(p[0], x))) ** 2) / ROWS
+    ),
+    "custom_vjp_with_static": lambda p, x: (
+        jnp.sum(apply(jnp.sin, x @ p[0], jnp.arange(3)) @ p[1]) / ROWS
+    ),
     "stop_gradient": clipped_gradient,
     "straight_through": straight_through,
     "cholesky": lambda p, x: jnp.sum(jnp.linalg.cholesky(positive(p, x))),
-    "solve": lambda p, x: jnp.sum(jnp.linalg.solve(positive(p, x), jnp.tanh(x @ p[1]).T) ** 2) / ROWS,
+    "solve": lambda p, x: (
+        jnp.sum(jnp.linalg.solve(positive(p, x), jnp.tanh(x @ p[1]).T) ** 2) / ROWS
+    ),
     "slogdet": lambda p, x: jnp.linalg.slogdet(positive(p, x))[1],
     "eigvalsh": lambda p, x: jnp.sum(jnp.linalg.eigvalsh(positive(p, x)) ** 2),
     "qr": lambda p, x: jnp.sum(jnp.linalg.qr(jnp.tanh(x @ p[0]))[0][:10] ** 3),
     "svd": lambda p, x: jnp.sum(jnp.linalg.svd(jnp.tanh(x @ p[0]), compute_uv=False) ** 3) / ROWS,
-    "sort": lambda p, x: jnp.sum(jnp.sort(jnp.tanh(x @ p[0])) * jnp.arange(WIDTH, dtype=x.dtype)[None]) / ROWS,
+    "sort": lambda p, x: (
+        jnp.sum(jnp.sort(jnp.tanh(x @ p[0])) * jnp.arange(WIDTH, dtype=x.dtype)[None]) / ROWS
+    ),
     "argsort": lambda p, x: jnp.sum((x @ p[0])[jnp.argsort((x @ p[1])[:, 0])] ** 2) / ROWS,
     "top_k": lambda p, x: jnp.sum(lax.top_k(jnp.tanh(x @ p[0]), 4)[0] ** 2) / ROWS,
     "max": lambda p, x: jnp.sum(jnp.max(x @ p[0], axis=0) ** 2 + jnp.min(x @ p[1], axis=0)),
     "fft": lambda p, x: jnp.sum(jnp.abs(jnp.fft.fft(jnp.tanh(x @ p[0]))) ** 2) / ROWS,
     "cumsum": lambda p, x: jnp.sum(jnp.cumsum(jnp.tanh(x @ p[0]), 0) ** 2) / ROWS**2,
     "cumprod": lambda p, x: jnp.sum(jnp.cumprod(1.0 + 0.01 * jnp.tanh(x @ p[0]), 0) ** 2) / ROWS,
-    "associative_scan": lambda p, x: jnp.sum(lax.associative_scan(jnp.add, jnp.tanh(x @ p[0])) ** 2) / ROWS**2,
-    "segment_sum": lambda p, x: jnp.sum(jax.ops.segment_sum(jnp.tanh(x @ p[0]), jnp.arange(ROWS) % 7, 7) ** 2) / ROWS,
+    "associative_scan": lambda p, x: (
+        jnp.sum(lax.associative_scan(jnp.add, jnp.tanh(x @ p[0])) ** 2) / ROWS**2
+    ),
+    "segment_sum": lambda p, x: (
+        jnp.sum(jax.ops.segment_sum(jnp.tanh(x @ p[0]), jnp.arange(ROWS) % 7, 7) ** 2) / ROWS
+    ),
     "scatter": lambda p, x: jnp.sum(
         jnp.zeros((ROWS, WIDTH)).at[jnp.arange(ROWS)[::-1]].set(jnp.tanh(x @ p[0])) @ p[1] * x
     ),
-    "dynamic_slice": lambda p, x: jnp.sum(lax.dynamic_slice(jnp.tanh(x @ p[0]), (3, 3), (200, 32)) ** 2) / ROWS,
-    "concatenate": lambda p, x: jnp.sum(jnp.concatenate([jnp.tanh(x @ p[0]), jax.nn.relu(x @ p[1])], -1) ** 2) / ROWS,
+    "dynamic_slice": lambda p, x: (
+        jnp.sum(lax.dynamic_slice(jnp.tanh(x @ p[0]), (3, 3), (200, 32)) ** 2) / ROWS
+    ),
+    "concatenate": lambda p, x: (
+        jnp.sum(jnp.concatenate([jnp.tanh(x @ p[0]), jax.nn.relu(x @ p[1])], -1) ** 2) / ROWS
+    ),
     "where": where,
     "silu": lambda p, x: jnp.sum(jax.nn.silu(x @ p[0]) * (x @ p[1])) / ROWS,
     "elu": lambda p, x: jnp.sum(jax.nn.elu(x @ p[0]) * jax.nn.leaky_relu(x @ p[1])) / ROWS,
@@ -157,7 +190,14 @@ OPERATIONS: dict[str, Any] = {
     "named_scope": lambda p, x: jax.named_call(net, name="net")(p, x),
 }
 #: Ill-conditioned operations amplify the rounding.
-TOLERANCES = {"solve": 0.06, "slogdet": 0.03, "qr": 0.03, "svd": 0.03, "max": 0.03, "attention": 0.03}
+TOLERANCES = {
+    "solve": 0.06,
+    "slogdet": 0.03,
+    "qr": 0.03,
+    "svd": 0.03,
+    "max": 0.03,
+    "attention": 0.03,
+}
 
 
 def _unit(h: jax.Array) -> jax.Array:

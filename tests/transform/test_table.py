@@ -24,7 +24,9 @@ def test_jit_of_value_and_grad(case: Case) -> None:
 
 
 @pytest.mark.oldest
-@cases.parametrize({name: cases.FUNCTIONS[name] for name in ("net", "gathered", "dropout", "mixed_precision")})
+@cases.parametrize(
+    {name: cases.FUNCTIONS[name] for name in ("net", "gathered", "dropout", "mixed_precision")}
+)
 def test_without_jit(case: Case) -> None:
     args = case.make()
     want = jax.value_and_grad(case.fun)(*args)
@@ -38,7 +40,8 @@ def test_grad_of_jit(case: Case) -> None:
     args = case.make()
     jitted = jax.jit(case.fun)
     cases.assert_equal(
-        jax.jit(jact.grad(jitted, policy="int4"))(*args), jax.jit(jact.grad(case.fun, policy="int4"))(*args)
+        jax.jit(jact.grad(jitted, policy="int4"))(*args),
+        jax.jit(jact.grad(case.fun, policy="int4"))(*args),
     )
     bits = jact.make_plan(case.fun, "int4")(*args).bits
     assert bits
@@ -46,7 +49,9 @@ def test_grad_of_jit(case: Case) -> None:
 
 
 @pytest.mark.oldest
-@cases.parametrize({name: cases.FUNCTIONS[name] for name in ("net", "convolution", "dropout", "gathered")})
+@cases.parametrize(
+    {name: cases.FUNCTIONS[name] for name in ("net", "convolution", "dropout", "gathered")}
+)
 def test_vmap_of_grad(case: Case) -> None:
     params, x, *rest = case.make()
     batch = jnp.stack([x, x * 0.5])
@@ -54,18 +59,24 @@ def test_vmap_of_grad(case: Case) -> None:
     def run(value_and_grad: Any) -> Any:
         return jax.jit(jax.vmap(lambda x: value_and_grad(case.fun)(params, x, *rest)))(batch)
 
-    cases.assert_matches(run(jact_value_and_grad), run(jax.value_and_grad), case.tolerance, exact=False)
+    cases.assert_matches(
+        run(jact_value_and_grad), run(jax.value_and_grad), case.tolerance, exact=False
+    )
 
 
 def test_vmap_of_grad_over_params_and_keys() -> None:
     params = jax.tree.map(lambda a: jnp.stack([a, a * 2.0]), cases.PARAMS)
     for keys in (jax.random.split(jax.random.key(0)), jax.random.split(jax.random.PRNGKey(0))):
-        got = jax.jit(jax.vmap(jact.grad(cases.dropout, policy="int8"), (0, None, 0)))(params, cases.X, keys)
+        got = jax.jit(jax.vmap(jact.grad(cases.dropout, policy="int8"), (0, None, 0)))(
+            params, cases.X, keys
+        )
         want = jax.vmap(jax.grad(cases.dropout), (0, None, 0))(params, cases.X, keys)
         cases.assert_close(got, want, 0.01)
 
 
-@cases.parametrize({name: cases.FUNCTIONS[name] for name in ("net", "normalised", "convolution", "gathered")})
+@cases.parametrize(
+    {name: cases.FUNCTIONS[name] for name in ("net", "normalised", "convolution", "gathered")}
+)
 def test_grad_of_vmap(case: Case) -> None:
     params, x, *rest = case.make()
 
@@ -74,10 +85,15 @@ def test_grad_of_vmap(case: Case) -> None:
 
     batch = jnp.stack([x, x * 0.5])
     got = jax.jit(jact_value_and_grad(loss))(params, batch)
-    cases.assert_matches(got, jax.jit(jax.value_and_grad(loss))(params, batch), case.tolerance, exact=False)
+    cases.assert_matches(
+        got, jax.jit(jax.value_and_grad(loss))(params, batch), case.tolerance, exact=False
+    )
 
 
-@cases.parametrize({name: cases.FUNCTIONS[name] for name in ("net", "dropout_old_key")} | {"mlp": cases.MODELS["mlp"]})
+@cases.parametrize(
+    {name: cases.FUNCTIONS[name] for name in ("net", "dropout_old_key")}
+    | {"mlp": cases.MODELS["mlp"]}
+)
 def test_training_in_a_scan(case: Case) -> None:
     """Steps of gradient descent inside `lax.scan`."""
     params, *rest = case.make()
@@ -89,7 +105,10 @@ def test_training_in_a_scan(case: Case) -> None:
 
         return jax.jit(lambda params: lax.scan(step, params, None, length=3))(params)
 
-    (params_got, values_got), (params_want, values_want) = train(jact_value_and_grad), train(jax.value_and_grad)
+    (params_got, values_got), (params_want, values_want) = (
+        train(jact_value_and_grad),
+        train(jax.value_and_grad),
+    )
     cases.assert_close(params_got, params_want, 0.002)
     cases.assert_close(values_got, values_want, 0.01)
 
@@ -101,9 +120,13 @@ def test_accumulated_micro_batches_in_a_scan() -> None:
         def step(total: Any, x: jax.Array) -> Any:
             return jax.tree.map(jnp.add, total, grad(cases.net)(cases.PARAMS, x)), None
 
-        return jax.jit(lambda: lax.scan(step, jax.tree.map(jnp.zeros_like, cases.PARAMS), batches)[0])()
+        return jax.jit(
+            lambda: lax.scan(step, jax.tree.map(jnp.zeros_like, cases.PARAMS), batches)[0]
+        )()
 
-    cases.assert_close(accumulate(functools.partial(jact.grad, policy="int8")), accumulate(jax.grad), 0.01)
+    cases.assert_close(
+        accumulate(functools.partial(jact.grad, policy="int8")), accumulate(jax.grad), 0.01
+    )
 
 
 @cases.parametrize({name: cases.FUNCTIONS[name] for name in ("net", "attention")})
