@@ -8,9 +8,10 @@ bits; those are not used here.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-Seed = int | jax.Array
+Seed = int | np.generic | jax.Array
 """A Python integer, or a scalar array of an integer dtype; taken modulo 2**32."""
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jact_kernels.grouping import Groups, plan_groups
@@ -72,7 +73,9 @@ def quantize(
     check_implementation(implementation)
     _check_float(x.dtype)
     groups = _groups(x.shape, bits, group_size)
-    return reference.quantize(x, groups=groups, bits=bits, seed=seed, stochastic=stochastic)
+    # An array even where it is static, so that different seeds share one trace.
+    seed_array = np.uint32(seed % 2**32) if isinstance(seed, int) else seed
+    return reference.quantize(x, groups=groups, bits=bits, seed=seed_array, stochastic=stochastic)
 
 
 def dequantize(
@@ -121,7 +124,7 @@ def dequantize(
             f"an array of shape {shape} has ranges of shape {groups.grid_shape} at group_size "
             f"{group_size}, got {low.shape} and {step.shape}"
         )
-    return reference.dequantize(codes, low, step, groups=groups, bits=bits, dtype=dtype)
+    return reference.dequantize(codes, low, step, groups=groups, bits=bits, dtype=jnp.dtype(dtype))
 
 
 def rounding_variance(

@@ -5,6 +5,8 @@ Results do not depend on whether a compiler contracts a product and a sum. In `_
 significant bits of a bfloat16; and noise is added as an integer.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,6 +29,9 @@ _UPPER_HALF = 0xFFFF0000
 _LOWER_HALF = 0x0000FFFF
 
 
+# Under `jit`, arrays of equal shapes share one trace and one lowering, and calls outside of any
+# `jit` do not run operation by operation.
+@functools.partial(jax.jit, static_argnames=("groups", "bits", "stochastic"))
 def quantize(
     x: jax.Array, *, groups: Groups, bits: int, seed: noise.Seed, stochastic: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -46,6 +51,7 @@ def quantize(
     return codes, low, step
 
 
+@functools.partial(jax.jit, static_argnames=("groups", "bits", "dtype"))
 def dequantize(
     codes: jax.Array,
     low: jax.Array,
