@@ -190,8 +190,9 @@ def _pullback(
         if not _twice_differentiable(prepared):
             raise NotImplementedError(
                 f"jact.compress({name}) encodes an argument, or one of them is a reference, so its "
-                "gradient cannot be differentiated again. For second derivatives keep every argument "
-                'by reference (keep=...), use jact.grad on the whole function, or policy="off".'
+                "gradient cannot be differentiated again. For second derivatives keep every "
+                "argument by reference (keep=...), use jact.grad on the whole function, or "
+                'policy="off".'
             )
 
         _, out_tangents = jax.jvp(exact, (by_reference, cotangents), (tangents[0], tangents[2]))

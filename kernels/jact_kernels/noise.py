@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Seed = int | np.generic | jax.Array
+Seed = int | np.integer | jax.Array
 """A Python integer, or a scalar array of an integer dtype; taken modulo 2**32."""
 
 

@@ -1,4 +1,4 @@
-"""The table of small functions and models that every transformation is tested on, and how results are compared.
+"""The small functions and models that transformations are tested on, and how to compare results.
 
 To have every transformation test a function, add a line to `FUNCTIONS` or `MODELS`.
 """
@@ -172,7 +172,7 @@ def parametrize(*tables: dict[str, Case]) -> Any:
 
 
 def relative_error(got: Any, want: Any) -> float:
-    """The norm of the difference of two trees, relative to that of `want`; absolute where that is zero."""
+    """The norm of the difference, relative to that of `want`, or absolute where that is zero."""
     error = norm = 0.0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         if b.dtype == jax.dtypes.float0 or jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
@@ -213,7 +213,7 @@ def assert_close(got: Any, want: Any, tolerance: float) -> None:
 
 
 def assert_matches(got: Any, want: Any, tolerance: float, exact: bool = True) -> None:
-    """Pairs (value, gradient): the values agree bit for bit, or to 1e-6 unless `exact`; the gradients are close."""
+    """The values of pairs (value, gradient) agree, bit for bit if `exact`; gradients are close."""
     if exact:
         assert_equal(got[0], want[0])
     else:

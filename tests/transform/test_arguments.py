@@ -41,9 +41,7 @@ def check(
     cases.assert_matches(run(value_and_grad), run(jax.value_and_grad), tolerance)
 
 
-@pytest.mark.parametrize(
-    "argnums", [0, 1, -1, (0, 1), (1, 0), (1,), [0, 1], (0, -1), np.int64(1)], ids=repr
-)
+@pytest.mark.parametrize("argnums", [0, 1, -1, (1, 0), (1,), [0, 1], np.int64(1)], ids=repr)
 def test_argnums(argnums: Any) -> None:
     check(net, PARAMS, X, argnums=argnums)
 
@@ -88,9 +86,7 @@ def test_numpy_arguments() -> None:
     check(cases.gathered, PARAMS, np.asarray(X), index, chosen)
 
 
-@pytest.mark.parametrize(
-    "dtype", [jnp.uint8, jnp.int4, jnp.bool_, jnp.float8_e4m3fn, jnp.float8_e5m2]
-)
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.bool_, jnp.float8_e4m3fn])
 def test_narrow_inputs(dtype: Any) -> None:
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return net(params, x.astype(jnp.float32))

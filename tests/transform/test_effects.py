@@ -166,6 +166,25 @@ def test_dropout_mask_is_the_forward_pass_s(key: str, policy: str) -> None:
     assert 0.2 < np.mean(np.asarray(want) == 0) < 0.4
 
 
+def test_dropout_masks_in_a_scan() -> None:
+    """Each layer's mask is that of the forward pass, with the key in the carry."""
+
+    def loss(bias: jax.Array, ws: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
+        def layer(carry: Any, parameters: Any) -> Any:
+            (h, key), (w, b) = carry, parameters
+            key, sub = jax.random.split(key)
+            kept = jax.random.bernoulli(sub, 0.8, h.shape)
+            return (jnp.where(kept, jax.nn.relu(h @ w + b), 0.0), key), None
+
+        return jnp.sum(lax.scan(layer, (x, key), (ws, bias))[0][0])
+
+    args = jnp.zeros((3, ROWS, WIDTH)), jnp.stack([*PARAMS, PARAMS[0]]), X, jax.random.key(0)
+    got = jax.jit(jact.grad(loss, policy="int2"))(*args)
+    want = jax.jit(jax.grad(loss))(*args)
+    np.testing.assert_array_equal(np.asarray(got) == 0, np.asarray(want) == 0)
+    cases.assert_close(got, want, 1e-5)
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_references(wrap: Any) -> None:
     """A mutable array that is read, and then written, inside the loss."""

@@ -1,4 +1,4 @@
-"""Flax models in functional form: their state and their random numbers are those of the plain function."""
+"""Flax models in functional form: state and random numbers are those of the plain function."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`jact.compress` in the places where it is used: inside other transformations, and inside itself."""
+"""`jact.compress` where it is used: inside other transformations, and inside itself."""
 
 import functools
 from typing import Any
@@ -75,6 +75,18 @@ def test_compress_inside_value_and_grad(group_size: int) -> None:
     cases.assert_matches(got, jax.jit(jax.value_and_grad(stack(layer), (0, 1)))(PARAMS, X), 0.02)
 
 
+@pytest.mark.parametrize("grad", [jax.grad, jact.grad])
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+def test_layer_traced_once_and_differentiated_in_different_arguments(grad: Any, wrap: Any) -> None:
+    """JAX traces the wrapped layer once, and its gradients read that trace again."""
+    shared = wrap(lambda w, x: jact.compress(layer, "int8")(w, x) * 2.0)
+    want = jax.grad(lambda w, x: layer(w, x).sum() * 2.0, (0, 1))(W, X)
+    for argnums in (0, (0, 1), 0, 1, (0, 1)):
+        got = grad(lambda w, x: shared(w, x).sum(), argnums)(W, X)
+        expected = want[argnums] if isinstance(argnums, int) else want
+        cases.assert_close(got, expected, 0.01)
+
+
 def test_compress_inside_jit_inside_checkpoint() -> None:
     cases.assert_matches(
         *both(lambda layer: jax.checkpoint(jax.jit(stack(layer)))), 0.02, exact=False
@@ -93,22 +105,21 @@ def test_two_models_in_one_loss() -> None:
         cases.assert_matches(got, want, 0.02, exact=False)
 
 
-def test_adversarial_networks() -> None:
+@pytest.mark.parametrize("player", [0, 1])
+def test_adversarial_networks(player: int) -> None:
     def generator(g: Any, z: jax.Array) -> jax.Array:
         return jnp.tanh(layer(g[0], z) @ g[1])
 
     def critic(d: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(layer(d[0], x) @ d[1])
 
-    def losses(g: Any, d: Any) -> tuple[Any, Any]:
-        return -critic(d, generator(g, X)), critic(d, generator(g, X)) - critic(d, X)
+    def loss(g: Any, d: Any) -> jax.Array:
+        fake = critic(d, generator(g, X))
+        return (-fake, fake - critic(d, X))[player]
 
-    for n in (0, 1):
-        got = jax.jit(jact.value_and_grad(lambda g, d: losses(g, d)[n], n, policy="int8"))(
-            PARAMS, (V, W)
-        )
-        want = jax.jit(jax.value_and_grad(lambda g, d: losses(g, d)[n], n))(PARAMS, (V, W))
-        cases.assert_matches(got, want, 0.02, exact=False)
+    got = jax.jit(jact.value_and_grad(loss, player, policy="int8"))(PARAMS, (V, W))
+    want = jax.jit(jax.value_and_grad(loss, player))(PARAMS, (V, W))
+    cases.assert_matches(got, want, 0.02, exact=False)
 
 
 def test_shared_layer() -> None:
@@ -169,7 +180,7 @@ def test_methods(name: str) -> None:
 
 
 def test_plan_of_a_method() -> None:
-    """A bound method still is the compressed function, with its own policy and its own kept arguments."""
+    """A bound method still is the compressed function, with its own policy and kept arguments."""
     plan = jact.make_plan(Model(W).method)(W, X)
     assert set(plan.bits.values()) == {"int8"} and len(plan.bits) == 2
 

@@ -1,4 +1,4 @@
-"""What a function may do inside: control flow, rules of its own, solvers, sorts and the rest of `jax.numpy`."""
+"""What a function may do inside: control flow, derivative rules, solvers, sorts and the like."""
 
 import functools
 from typing import Any
@@ -23,6 +23,25 @@ def scan(p: Any, x: jax.Array) -> jax.Array:
 def scan_of_outputs(p: Any, x: jax.Array) -> jax.Array:
     _, ys = lax.scan(lambda h, w: (jax.nn.gelu(h @ w), h), x, jnp.stack(p), reverse=True)
     return jnp.sum(jnp.sin(ys)) / ROWS
+
+
+def nested_scans(p: Any, x: jax.Array) -> jax.Array:
+    def twice(h: jax.Array, w: jax.Array) -> Any:
+        return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), h, None, length=2)[0], None
+
+    return jnp.sum(lax.scan(twice, x, jnp.stack(p), unroll=2)[0] ** 2) / ROWS
+
+
+def lstm(p: Any, x: jax.Array) -> jax.Array:
+    def cell(carry: Any, slice_: jax.Array) -> Any:
+        h, c = carry
+        z = slice_ @ p[0] + h @ p[1]
+        c = jax.nn.sigmoid(z) * c + jnp.tanh(z)
+        return (jnp.tanh(c), c), h
+
+    start = jnp.zeros_like(x)
+    _, hidden = lax.scan(cell, (start, start), jnp.stack([x, x * 0.5, x[::-1]]))
+    return jnp.sum(hidden**2) / ROWS
 
 
 def cond(p: Any, x: jax.Array) -> jax.Array:
@@ -131,6 +150,8 @@ def transposed(p: Any, x: jax.Array) -> jax.Array:
 OPERATIONS: dict[str, Any] = {
     "scan": scan,
     "scan_of_outputs": scan_of_outputs,
+    "nested_scans": nested_scans,
+    "lstm": lstm,
     "map": lambda p, x: jnp.sum(lax.map(lambda row: jnp.tanh(row @ p[0]), x) ** 2) / ROWS,
     "cond": cond,
     "switch": switch,

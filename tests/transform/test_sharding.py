@@ -1,4 +1,4 @@
-"""Gradients on several devices: the plain ones' shardings, and no communication that the plain program lacks."""
+"""Gradients on several devices: shardings and communication are those of the plain program."""
 
 import collections
 import functools
