@@ -25,7 +25,7 @@ transforms = pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANS
 
 @pytest.mark.oldest
 @transforms
-@pytest.mark.parametrize("kind", ["debug", "ordered_debug", "io", "ordered_io"])
+@pytest.mark.parametrize("kind", ["debug", "ordered_io"])
 def test_callbacks_happen_once(transform: Any, kind: str) -> None:
     seen: list[float] = []
 

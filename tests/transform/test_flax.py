@@ -23,8 +23,9 @@ class LinenModel(nn.Module):
         return nn.Dense(64)(x)
 
 
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    ("make_key", "train"), [(jax.random.key, True), (jax.random.PRNGKey, False)]
+)
 def test_linen(make_key: Any, train: bool) -> None:
     model = LinenModel()
     variables = model.init(jax.random.key(0), X, train=False)

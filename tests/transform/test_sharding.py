@@ -42,7 +42,6 @@ def collectives(fun: Any, *args: Any) -> dict[tuple[str, str], int]:
 
 LAYOUTS = {
     "data": (P(), P("d")),
-    "columns": (P(None, "d"), P()),
     "rows": (P("d"), P()),
     "fsdp": (P("d"), P("d")),
 }

@@ -147,7 +147,7 @@ def test_checkpoint_with_a_policy(policy: str) -> None:
     cases.assert_matches(got, want, 0.01, exact=False)
 
 
-@cases.parametrize({name: cases.FUNCTIONS[name] for name in ("net", "convolution", "bfloat16")})
+@cases.parametrize({name: cases.FUNCTIONS[name] for name in ("net", "convolution", "float16")})
 def test_compress_of_the_whole(case: Case) -> None:
     """`jact.compress` under `jax.value_and_grad`, by kept and by encoded arguments."""
     args = case.make()
