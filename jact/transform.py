@@ -172,14 +172,10 @@ class Compressed:
                 'policy "off" leaves the function as it is: there is nothing to analyse'
             )
         traced = self.trace(*args, **kwargs)
-        perturbed = [
-            spec.argument is not None or not self._differentiated for spec in traced.inputs
-        ]
         return prepare(
             traced.closed,
             traced.values,
             traced.inputs,
-            perturbed,
             traced.num_differentiated_outputs,
             self.policy,
             rewritten,

@@ -51,7 +51,6 @@ def prepare(
     closed: Any,
     values: Sequence[Any],
     inputs: Sequence[Input],
-    perturbed: Sequence[bool],
     num_differentiated_outputs: int,
     policy: Policy | Plan,
     rewritten: bool = True,
@@ -62,7 +61,6 @@ def prepare(
         closed: the traced function; its constants count as its first inputs.
         values: arrays or types of all inputs.
         inputs: what is known of them.
-        perturbed: for each, whether its gradient is wanted.
         num_differentiated_outputs: how many of the first results are not auxiliary.
         policy: how values are stored.
         rewritten: whether `Rewriter` has its way, or the linearisation is JAX's own.
@@ -78,7 +76,11 @@ def prepare(
         function = as_function(closed, lambda program: Rewriter(program, compress_body).bind)
     else:
         function = as_function(closed)
-    linearized = linearize(function, values, perturbed, num_differentiated_outputs)
+    # Which gradients are wanted must not depend on who asks: JAX keeps the form of the residuals of
+    # a call that it has traced, whatever it is differentiated with respect to later.
+    known = any(spec.argument is not None for spec in inputs)
+    wanted = [spec.argument is not None or not known for spec in inputs]
+    linearized = linearize(function, values, wanted, num_differentiated_outputs)
     selection = select(linearized, inputs, policy)
     return Prepared(linearized, tuple(inputs), selection.saved, selection.held)
 
@@ -112,10 +114,8 @@ def compressed(
     def run(*values: Any) -> list[Any]:
         return plain(*values)
 
-    def run_forward(*primals: Any) -> tuple[list[Any], Any]:
-        values = [p.value for p in primals]
-        perturbed = [p.perturbed for p in primals]
-        prepared = prepare(closed, values, inputs, perturbed, num_differentiated_outputs, policy)
+    def run_forward(*values: Any) -> tuple[list[Any], Any]:
+        prepared = prepare(closed, values, inputs, num_differentiated_outputs, policy)
         seeds = [_seed(entry.name) for entry in prepared.saved]
         outputs, codes = forward.run_forward(prepared.linearized, prepared.saved, values, seeds)
         by_reference = {i: values[i] for i in _inputs_to_keep(prepared)}
@@ -124,14 +124,14 @@ def compressed(
     def run_backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         static, by_reference, codes = residuals
         linearized = static.prepared.linearized
-        cts = [_instantiate(cotangents[i]) for i in linearized.cotangents]
+        cts = [cotangents[i] for i in linearized.cotangents]
         gradients = _pullback(static.prepared, plain, name)(by_reference, codes, cts)
         result: list[Any] = [None] * len(inputs)
         for i, gradient in zip(linearized.differentiated, gradients, strict=True):
             result[i] = gradient
         return tuple(result)
 
-    run.defvjp(run_forward, run_backward, symbolic_zeros=True)
+    run.defvjp(run_forward, run_backward)
     return run
 
 
@@ -199,13 +199,6 @@ def _pullback(
         return pullback(by_reference, codes, cotangents), out_tangents
 
     return pullback
-
-
-def _instantiate(cotangent: Any) -> Any:
-    """A cotangent array; JAX passes those that are known to be zero as symbols."""
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return _zeros(cotangent)
-    return cotangent
 
 
 def _zeros(like: Any) -> Any:

@@ -68,7 +68,7 @@ def is_differentiable(dtype: Any) -> bool:
 def linearize(
     fun: Callable[..., Sequence[Any]],
     inputs: Sequence[Any],
-    perturbed: Sequence[bool],
+    wanted: Sequence[bool],
     num_differentiated_outputs: int,
 ) -> Linearized:
     """Linearises `fun` at values of the inputs' types.
@@ -76,7 +76,7 @@ def linearize(
     Args:
         fun: takes and returns flat sequences of arrays.
         inputs: arrays, tracers or types, one for each argument of `fun`.
-        perturbed: for each input, whether its gradient is wanted. Inputs of other than inexact
+        wanted: for each input, whether its gradient is wanted. Inputs of other than inexact
             dtype never have one.
         num_differentiated_outputs: how many of the first results take part; the others are
             auxiliary.
@@ -87,7 +87,7 @@ def linearize(
     avals = [compat.type_of(x) for x in inputs]
     at = tuple(
         i
-        for i, (a, p) in enumerate(zip(avals, perturbed, strict=True))
+        for i, (a, p) in enumerate(zip(avals, wanted, strict=True))
         if p and is_differentiable(a.dtype)
     )
     tree: Any = None
