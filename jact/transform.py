@@ -78,8 +78,9 @@ def compress(
         policy: how residuals are stored: a preset ("int8", "int4", "int2", "int1", "bf16", "fp8",
             "fp8_e5m2", "off"), a codec, a `jact.Policy` or a `jact.Plan`.
         keep: positions of positional arguments, or names of keyword arguments, that outlive the
-            call (parameters) and are kept by reference. The floating-point arrays in all other
-            arguments are activations, and are encoded where the backward pass needs them.
+            call (parameters) and are kept by reference, as is what `fun` closes over. The
+            floating-point arrays in all other arguments are activations, and are encoded where the
+            backward pass needs them.
 
     Returns:
         The function, with `fun` as its `__wrapped__`. It works as a method, too.
