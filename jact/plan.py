@@ -69,6 +69,11 @@ class Plan:
         entries = ((n, codecs.resolve(changes[n]) if n in changes else c) for n, c in self.entries)
         return Plan(tuple(entries), self.basis)
 
+    def within(self, scope: str) -> Plan:
+        """The part of the plan for names that begin with `scope`, and without it."""
+        entries = ((n.removeprefix(scope), c) for n, c in self.entries if n.startswith(scope))
+        return Plan(tuple(entries), self.basis)
+
     def to_json(self) -> str:
         """The plan as a JSON document."""
         entries = [{"name": name, "codec": codecs.to_json(codec)} for name, codec in self.entries]

@@ -240,14 +240,9 @@ def value_and_grad(
     >>> value, gradient.shape
     (Array(9., dtype=float32), (32, 4))
     """
-    return jax.value_and_grad(
-        _differentiated(fun, argnums, has_aux, policy),
-        argnums=argnums,
-        has_aux=has_aux,
-        holomorphic=holomorphic,
-        allow_int=allow_int,
-        **_reduce_axes(reduce_axes),
-    )
+    function = _differentiated(fun, argnums, has_aux, policy)
+    options = _options(argnums, has_aux, holomorphic, allow_int, reduce_axes)
+    return jax.value_and_grad(function, **options)
 
 
 def grad(
@@ -266,14 +261,9 @@ def grad(
     >>> jact.grad(lambda x: jnp.sum(x**2))(jnp.arange(3.0))
     Array([0., 2., 4.], dtype=float32)
     """
-    return jax.grad(
-        _differentiated(fun, argnums, has_aux, policy),
-        argnums=argnums,
-        has_aux=has_aux,
-        holomorphic=holomorphic,
-        allow_int=allow_int,
-        **_reduce_axes(reduce_axes),
-    )
+    function = _differentiated(fun, argnums, has_aux, policy)
+    options = _options(argnums, has_aux, holomorphic, allow_int, reduce_axes)
+    return jax.grad(function, **options)
 
 
 def make_plan(
@@ -376,6 +366,18 @@ def _keep_filter(
     return kept.__contains__
 
 
-def _reduce_axes(reduce_axes: Sequence[Any]) -> dict[str, Any]:
-    """JAX is about to drop the argument, so it is passed on only when it is used."""
-    return {"reduce_axes": tuple(reduce_axes)} if reduce_axes else {}
+def _options(
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    holomorphic: bool,
+    allow_int: bool,
+    reduce_axes: Sequence[Any],
+) -> dict[str, Any]:
+    """The options of JAX's own differentiation; one that JAX is about to drop only when used."""
+    options = {
+        "argnums": argnums,
+        "has_aux": has_aux,
+        "holomorphic": holomorphic,
+        "allow_int": allow_int,
+    }
+    return options | ({"reduce_axes": tuple(reduce_axes)} if reduce_axes else {})

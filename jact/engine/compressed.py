@@ -70,7 +70,10 @@ def prepare(
     """
 
     def compress_body(body: Any, body_inputs: Sequence[Input], name: str) -> Callable[..., Any]:
-        return compressed(body, body_inputs, len(body.jaxpr.outvars), policy, name)
+        scope = f"{name}/"
+        body_policy = policy.within(scope) if isinstance(policy, Plan) else policy
+        outs = len(body.jaxpr.outvars)
+        return compressed(body, body_inputs, outs, body_policy, name, scope)
 
     if rewritten:
         function = as_function(closed, lambda program: Rewriter(program, compress_body).bind)
@@ -91,6 +94,7 @@ def compressed(
     num_differentiated_outputs: int,
     policy: Policy | Plan,
     name: str,
+    scope: str = "",
 ) -> Callable[..., list[Any]]:
     """The traced function with a backward pass that reads codes.
 
@@ -100,6 +104,7 @@ def compressed(
         num_differentiated_outputs: how many of the first results are not auxiliary.
         policy: how values are stored.
         name: the user's name of the function, for messages.
+        scope: the name of the loop whose body it is, ending in a slash; empty if there is none.
 
     Returns:
         A function of the constants, followed by the inputs.
@@ -117,7 +122,9 @@ def compressed(
     def run_forward(*values: Any) -> tuple[list[Any], Any]:
         prepared = prepare(closed, values, inputs, num_differentiated_outputs, policy)
         seeds = [_seed(entry.name) for entry in prepared.saved]
-        outputs, codes = forward.run_forward(prepared.linearized, prepared.saved, values, seeds)
+        outputs, codes = forward.run_forward(
+            prepared.linearized, prepared.saved, values, seeds, scope
+        )
         by_reference = {i: values[i] for i in _inputs_to_keep(prepared)}
         return outputs, (_Static(prepared), by_reference, codes)
 

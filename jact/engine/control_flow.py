@@ -8,11 +8,11 @@ from typing import Any
 from jax import lax
 
 from jact import compat
-from jact.engine.graph import Input, module_path
+from jact.engine.graph import Input
 from jact.engine.linearize import is_differentiable
 from jact.engine.program import Equation
 
-#: Makes a function of a traced body, given what is known of its inputs and a name for messages.
+#: Makes a function of a traced body, given what is known of its inputs and the loop's name.
 type CompressBody = Callable[[Any, Sequence[Input], str], Callable[..., list[Any]]]
 
 
@@ -21,7 +21,7 @@ def can_enter(eqn: Equation) -> bool:
     return eqn.primitive.name == "scan" and not eqn.effects
 
 
-def enter(eqn: Equation, args: Sequence[Any], compress_body: CompressBody) -> list[Any]:
+def enter(eqn: Equation, args: Sequence[Any], compress_body: CompressBody, name: str) -> list[Any]:
     """Runs a `lax.scan` with a compressed body.
 
     What the body reads from outside is kept by reference, and the slices that it scans over belong
@@ -32,6 +32,7 @@ def enter(eqn: Equation, args: Sequence[Any], compress_body: CompressBody) -> li
         eqn: the loop.
         args: its operands.
         compress_body: see `CompressBody`.
+        name: what to call the loop.
 
     Returns:
         The loop's results.
@@ -43,13 +44,12 @@ def enter(eqn: Equation, args: Sequence[Any], compress_body: CompressBody) -> li
         args[num_consts + num_carry :],
     )
     body = eqn.params["jaxpr"]
-    path = f"{module_path(eqn)}scan"
     inputs = [
-        Input(f"{path}/{'carry' if is_carry else 'input'}[{i}]", encoded=is_carry and _is_float(v))
+        Input(f"{'carry' if is_carry else 'input'}[{i}]", encoded=is_carry and _is_float(v))
         for i, v in enumerate(body.jaxpr.invars)
         for is_carry in [num_consts <= i < num_consts + num_carry]
     ]
-    run = compress_body(body, inputs, path)
+    run = compress_body(body, inputs, name)
 
     def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         outs = run(*consts, *carry, *x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,11 @@ from jact.engine.select import Saved
 
 
 def run_forward(
-    linearized: Linearized, saved: Sequence[Saved], inputs: Sequence[Any], seeds: Sequence[Any]
+    linearized: Linearized,
+    saved: Sequence[Saved],
+    inputs: Sequence[Any],
+    seeds: Sequence[Any],
+    scope: str = "",
 ) -> tuple[list[Any], list[Any]]:
     """Runs the function and encodes what the backward pass needs.
 
@@ -27,6 +32,7 @@ def run_forward(
         saved: the values to save, in the order in which they are made.
         inputs: arrays, one for each input.
         seeds: of the rounding noise, one for each saved value.
+        scope: the name of the loop whose body this is, ending in a slash; empty if there is none.
 
     Returns:
         The function's results and one code for each saved value.
@@ -82,17 +88,22 @@ def run_forward(
     )
     settle([a for a in linearized.outputs if compat.is_var(a)])
     outputs = [programs.read(env, a) for a in linearized.outputs]
-    return outputs, [marks.write(c, _mark(e)) for c, e in zip(codes, saved, strict=True)]
+    return outputs, [
+        marks.write(code, _mark(entry, scope)) for code, entry in zip(codes, saved, strict=True)
+    ]
 
 
-def _mark(entry: Saved) -> Mark:
+def _mark(entry: Saved, scope: str) -> Mark:
+    if (mark := entry.value.mark) is not None:
+        return dataclasses.replace(mark, name=scope + mark.name)
     aval = entry.value.aval
     return Mark(
-        name=entry.name,
+        name=scope + entry.name,
+        in_loop=bool(scope),
         line=entry.line,
         reason=entry.reason,
         exact=entry.exact,
-        codec=entry.codec.name,
+        codec=codecs.to_json(entry.codec),
         shape=tuple(aval.shape),
         dtype=str(aval.dtype),
         raw_bytes=entry.raw_bytes,

@@ -298,7 +298,7 @@ class _Builder:
 
     def _add_code(self, eqn: Equation, var: Var, mark: Mark) -> None:
         """Adds what a compressed function inside of this one saves; it stays as it is."""
-        path = f"{module_path(eqn)}{mark.name}"
+        path = mark.name if mark.in_loop else f"{module_path(eqn)}{mark.name}"
         self.graph.names[var] = self._numbered(path)
         self.counts[path] += 1
         self.graph.values[var] = Value(

@@ -22,11 +22,12 @@ class Mark:
     """What one array of a code belongs to.
 
     Attributes:
-        name: the name of the residual.
+        name: the name of the residual, under that of the loop that made it.
+        in_loop: whether a loop's body made it, rather than a function that the user compressed.
         line: the user's line that made it.
         reason: why it was saved.
         exact: why it is stored exactly; empty when a codec stores it.
-        codec: the codec's short name.
+        codec: what stores it, as `jact.codecs.to_json` writes it.
         shape: the residual's shape.
         dtype: the residual's dtype.
         raw_bytes: bytes of the residual itself, in all iterations of the loops around it.
@@ -34,10 +35,11 @@ class Mark:
     """
 
     name: str
+    in_loop: bool
     line: str
     reason: str
     exact: str
-    codec: str
+    codec: dict[str, Any]
     shape: tuple[int, ...]
     dtype: str
     raw_bytes: int
@@ -45,10 +47,13 @@ class Mark:
 
 
 def write(code: Any, mark: Mark) -> Any:
-    """Marks every array of a code. Marks are `jax.ad_checkpoint.checkpoint_name` tags."""
+    """Marks the arrays of a code, from part `mark.part` on.
+
+    Marks are `jax.ad_checkpoint.checkpoint_name` tags.
+    """
     arrays, tree = jax.tree.flatten(code)
     for i, array in enumerate(arrays):
-        text = json.dumps(dataclasses.asdict(dataclasses.replace(mark, part=i)))
+        text = json.dumps(dataclasses.asdict(dataclasses.replace(mark, part=mark.part + i)))
         arrays[i] = checkpoint_name(array, _PREFIX + text)
     return jax.tree.unflatten(tree, arrays)
 

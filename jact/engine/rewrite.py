@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax import lax
 from jact import compat
 from jact.engine import control_flow
 from jact.engine.control_flow import CompressBody
+from jact.engine.graph import module_path
 from jact.engine.program import Equation, Program, Var
 
 
@@ -23,13 +25,17 @@ class Rewriter:
 
     def __init__(self, program: Program, compress_body: CompressBody):
         self._compress_body = compress_body
+        self._loops: Counter[str] = Counter()
         self._softmaxes = _find_softmaxes(program.eqns)
         self._exponents: dict[Var, Any] = {s.numerator: None for s in self._softmaxes.values()}
 
     def bind(self, eqn: Equation, args: Sequence[Any]) -> list[Any]:
         """Applies an equation to its operands."""
         if control_flow.can_enter(eqn):
-            return control_flow.enter(eqn, args, self._compress_body)
+            base = f"{module_path(eqn)}scan"
+            name = f"{base}:{self._loops[base]}" if self._loops[base] else base
+            self._loops[base] += 1
+            return control_flow.enter(eqn, args, self._compress_body, name)
         if eqn.primitive.name == "reduce_window_max" and _is_pooling(eqn):
             with compat.equation_context(eqn):
                 return [_max_pool(eqn, args[0])]

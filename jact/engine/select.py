@@ -13,6 +13,7 @@ from jact.engine import costs
 from jact.engine import graph as graphs
 from jact.engine.graph import Graph, Input, Value
 from jact.engine.linearize import Linearized
+from jact.engine.marks import Mark
 from jact.engine.mincut import minimum_cut
 from jact.engine.program import Var
 from jact.plan import Plan
@@ -173,7 +174,8 @@ def _apply(plan: Plan, saved: Sequence[Saved]) -> list[Saved]:
     """Stores each value as the plan says."""
     by_name = plan.codecs
     missing = [s.name for s in saved if not s.exact and s.name not in by_name]
-    unknown = sorted(set(by_name) - {s.name for s in saved})
+    # What a loop's body saves is stored as the plan says by the body itself.
+    unknown = sorted(set(by_name) - {s.name for s in saved} - {m.name for m in _loop_marks(saved)})
     if missing or unknown:
         raise ValueError(
             "the plan was made for another function: "
@@ -193,4 +195,12 @@ def _apply(plan: Plan, saved: Sequence[Saved]) -> list[Saved]:
 def plan_of(saved: Sequence[Saved], policy: Policy | Plan) -> Plan:
     """The plan that a selection amounts to: its encoded values and their codecs."""
     basis = policy.basis if isinstance(policy, Plan) else policy
-    return Plan(tuple((s.name, s.codec) for s in saved if not s.exact), basis)
+    entries = [(s.name, s.codec) for s in saved if not s.exact]
+    entries += [(m.name, codecs.from_json(m.codec)) for m in _loop_marks(saved) if not m.exact]
+    return Plan(tuple(entries), basis)
+
+
+def _loop_marks(saved: Sequence[Saved]) -> list[Mark]:
+    """The marks on what the bodies of loops save, one for each residual."""
+    found = [s.value.mark for s in saved if s.value.mark is not None]
+    return [mark for mark in found if mark.in_loop and mark.part == 0]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jact import compat
+from jact import codecs, compat
 from jact.engine import backward
 from jact.engine.compressed import Prepared
 from jact.engine.graph import module_path, raw_bytes
@@ -220,7 +220,7 @@ def _marked_row(entry: Saved, mark: Mark) -> Row:
         shape=mark.shape,
         dtype=mark.dtype,
         bytes=mark.raw_bytes,
-        codec=mark.codec,
+        codec=codecs.from_json(mark.codec).name,
         saved_bytes=entry.stored_bytes,
         exact=bool(mark.exact),
         why=mark.exact or mark.reason,
