@@ -246,6 +246,10 @@ class _Builder:
             return "a discrete value"
         if costs.is_statistic(eqn) and not rerun:
             return "a statistic"
+        # Scores that are larger than what they are made of are made again, biases and all.
+        largest_root = max(self.graph.values[v].aval.size for v in roots)
+        if rerun and out.aval.size > largest_root:
+            return ""
         if eqn.primitive.name in costs.JOINS and self._joins_streams(eqn, out):
             return "a sum of streams"
         if rerun:

@@ -511,3 +511,17 @@ def test_saved_bytes_are_the_residuals_bytes() -> None:
         if a.shape != W.shape
     )
     assert held == sum(entry.stored_bytes for entry in saved)
+
+
+def test_scores_with_a_bias_are_made_again() -> None:
+    """A bias made of activations does not make scores worth saving, however large they are."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        q, k, v, b = jnp.split(x @ w, 4, axis=-1)
+        scores = jnp.einsum("bqd,bkd->bqk", q, k) + jnp.einsum("bqd,bkd->bqk", b, k)
+        return jnp.sum(jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), v) ** 2)
+
+    w, x = shape(32, 128), shape(4, 256, 32)
+    rows = jact.report(loss, "int4")(w, x).rows
+    assert max(len(row.shape) and row.shape[-1] for row in rows) < 256
+    assert {row.codec for row in rows} == {"int4"}
