@@ -206,7 +206,11 @@ def saved_bytes(run: str, *arguments: Any) -> int:
 
 def make_table(rows: list[dict[str, Any]]) -> rich.table.Table:
     """Returns the figures as a table."""
-    table = rich.table.Table(title="ResNet-20 on digits, batch 128")
+    table = rich.table.Table(
+        title="ResNet-20 on digits, batch 128",
+        caption="Peak: the most temporary memory XLA plans for one training step. Saved: what the "
+        "backward pass keeps, before XLA fuses and frees. Step time: median, relative to plain.",
+    )
     table.add_column("run")
     for heading in ("test accuracy", "peak MiB", "saved MiB", "step time", "compile s"):
         table.add_column(heading, justify="right")
@@ -248,9 +252,15 @@ def draw(rows: list[dict[str, Any]], losses: dict[str, Any], path: pathlib.Path)
 def main() -> None:
     """Trains, prints the table, writes the picture and, if asked to, the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=60, help="training steps of each run")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--picture", type=pathlib.Path, default=pathlib.Path("quickstart.png"))
+    parser.add_argument(
+        "--picture",
+        type=pathlib.Path,
+        default=pathlib.Path("quickstart.png"),
+        metavar="FILE",
+        help="draw the curves and the peaks here (quickstart.png)",
+    )
     options = parser.parse_args()
     console = rich.console.Console()
     rows, losses = train(options.steps, console)

@@ -24,7 +24,7 @@ JIT_PRIMITIVES = frozenset({"jit", "pjit"})
 #: Names under which JAX has called the equation of a `jax.checkpoint` region.
 REMAT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
 #: Frames of files in these folders are never the line a user wrote.
-_LIBRARY_FOLDERS = (
+LIBRARY_FOLDERS = (
     *(f"{pathlib.Path(str(m.__file__)).parent}/" for m in (jax, jact_kernels, optax, flax)),
     str(pathlib.Path(__file__).parent) + "/",
     "<frozen",
@@ -98,7 +98,7 @@ def source_line(source_info: Any) -> str:
     """The user's line that made an equation, as `file.py:12 (function)`; empty when unknown."""
     traceback = source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_LIBRARY_FOLDERS):
+        if not frame.file_name.startswith(LIBRARY_FOLDERS):
             name = frame.file_name.rsplit("/", 1)[-1]
             return f"{name}:{frame.line_num} ({frame.function_name})"
     return ""

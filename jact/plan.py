@@ -81,7 +81,14 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote."""
-        data: dict[str, Any] = json.loads(text)
-        entries = tuple((e["name"], codecs.from_json(e["codec"])) for e in data["entries"])
-        return cls(entries, policy.from_json(data["basis"]))
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ValueError: when the text is something else.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            entries = tuple((e["name"], codecs.from_json(e["codec"])) for e in data["entries"])
+            return cls(entries, policy.from_json(data["basis"]))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"the text is not that of a plan: {error}") from error

@@ -49,9 +49,18 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.codec not in ("keep", "recompute"):
-            object.__setattr__(self, "codec", codecs.resolve(self.codec))
+            object.__setattr__(self, "codec", _resolve(self.codec, "codec", ("keep", "recompute")))
         if self.dtype is not None:
-            object.__setattr__(self, "dtype", str(jnp.dtype(self.dtype)))
+            try:
+                object.__setattr__(self, "dtype", str(jnp.dtype(self.dtype)))
+            except TypeError as error:
+                raise ValueError(f"dtype must be a dtype, got {self.dtype!r}") from error
+        if not (self.rank is None or isinstance(self.rank, int)):
+            raise TypeError(f"rank must be a number of axes or None, got {self.rank!r}")
+        if self.max_size is not None and self.max_size < self.min_size:
+            raise ValueError(
+                f"max_size must be at least min_size, got {self.max_size} and {self.min_size}"
+            )
 
     def matches(self, name: str, shape: tuple[int, ...], dtype: Any) -> bool:
         """Whether a residual of this name, shape and dtype falls under the rule."""
@@ -76,8 +85,9 @@ class Policy:
     Attributes:
         rules: the rules, most important first.
         default: the codec (or preset name, or `"keep"`) of residuals that no rule matches.
-        min_bytes: residuals of fewer bytes are saved exactly. Small arrays cost little, and are
-            often what the gradient is most sensitive to (biases, statistics, logits).
+        min_bytes: residuals of fewer bytes are saved exactly. Under `jax.vmap` the bytes are those
+            of one example, so lower it there. Small arrays cost little, and are often what the
+            gradient is most sensitive to (biases, statistics, logits).
 
     Raises:
         ValueError: for an unknown preset or a negative `min_bytes`.
@@ -95,6 +105,8 @@ class Policy:
     min_bytes: int = 16384
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rules, Iterable):
+            raise TypeError(f"rules must be a sequence of jact.Rule objects, got {self.rules!r}")
         rules = tuple(self.rules)
         for rule in rules:
             if not isinstance(rule, Rule):
@@ -105,7 +117,7 @@ class Policy:
                 'default must be a codec, a preset or "keep"; "recompute" is for rules'
             )
         if self.default != "keep":
-            object.__setattr__(self, "default", codecs.resolve(self.default))
+            object.__setattr__(self, "default", _resolve(self.default, "default", ("keep",)))
         if self.min_bytes < 0:
             raise ValueError(f"min_bytes must not be negative, got {self.min_bytes}")
 
@@ -120,6 +132,15 @@ class Policy:
         """The rules that match none of the residuals, each given as (name, shape, dtype)."""
         residuals = list(residuals)
         return [rule for rule in self.rules if not any(rule.matches(*r) for r in residuals)]
+
+
+def _resolve(codec: Any, argument: str, words: tuple[str, ...]) -> Codec:
+    """The codec that a preset names; the message on any other name lists the words, too."""
+    if isinstance(codec, str) and codec not in codecs.PRESETS:
+        hint = '; to leave residuals as they are, say "keep"' if codec == "off" else ""
+        choices = ", ".join((*codecs.PRESETS, *words))
+        raise ValueError(f"{argument} must be one of {choices}, or a codec; got {codec!r}{hint}")
+    return codecs.resolve(codec)
 
 
 def to_json(policy: Policy) -> dict[str, Any]:

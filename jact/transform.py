@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 import jax
@@ -35,7 +35,8 @@ def resolve_policy(policy: PolicyLike) -> Policy | Plan | None:
             return None
         if policy not in PRESETS:
             raise ValueError(
-                f"policy must be one of {', '.join(PRESETS)}, or an object; got {policy!r}"
+                f"policy must be one of {', '.join(PRESETS)}, or a codec, a jact.Policy or a "
+                f"jact.Plan; got {policy!r}"
             )
         return Policy(default=policy)
     if isinstance(policy, Codec):
@@ -167,12 +168,19 @@ class Compressed:
 
         Raises:
             ValueError: when the policy is "off".
+            TypeError: when a function to differentiate does not return a scalar.
         """
         if self.policy is None:
             raise ValueError(
                 'policy "off" leaves the function as it is: there is nothing to analyse'
             )
         traced = self.trace(*args, **kwargs)
+        outs = [v.aval.shape for v in traced.closed.jaxpr.outvars]
+        if self._differentiated and outs[: traced.num_differentiated_outputs] != [()]:
+            raise TypeError(
+                f"{traced.name} must return a scalar, or with has_aux=True a pair of a scalar and "
+                f"auxiliary data; it returns arrays of shapes {outs}"
+            )
         return prepare(
             traced.closed,
             traced.values,
@@ -321,6 +329,11 @@ def _differentiated(
     """The function to hand to JAX's own differentiation, which checks its other arguments."""
     if not callable(fun):
         raise TypeError(f"fun must be callable, got {fun!r}")
+    if isinstance(argnums, str):
+        raise TypeError(
+            f"argnums must be an integer or a sequence of integers, got {argnums!r}; "
+            f"to choose a policy, say policy={argnums!r}"
+        )
     try:
         differentiated: tuple[int, ...] = (operator.index(argnums),)  # type: ignore[arg-type]
     except TypeError:
@@ -332,7 +345,7 @@ def _keep_filter(
     fun: Callable[..., Any], keep: int | str | Sequence[int | str]
 ) -> Callable[[int | str], bool]:
     """Whether the argument at a position or of a name is kept by reference."""
-    chosen = (keep,) if isinstance(keep, int | str) else tuple(keep)
+    chosen = tuple(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else (keep,)
     for where in chosen:
         if isinstance(where, bool) or not isinstance(where, int | str):
             raise TypeError(f"keep must hold positions or names of arguments, got {where!r}")

@@ -39,7 +39,7 @@ class Cast:
     def __post_init__(self) -> None:
         name = _dtype_name(self.dtype)
         if name not in DTYPES:
-            raise ValueError(f"dtype must be one of {DTYPES}, got {name}")
+            raise ValueError(f"dtype must be one of {DTYPES}, got {name!r}")
         object.__setattr__(self, "dtype", name)
 
     @property

@@ -45,7 +45,7 @@ class Quantize:
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
-            raise ValueError(f"bits must be one of {BITS}, got {self.bits}")
+            raise ValueError(f"bits must be one of {BITS}, got {self.bits!r}")
         if self.group_size < 4:
             raise ValueError(f"group_size must be at least 4, got {self.group_size}")
 

@@ -165,8 +165,12 @@ def _name(graph: Graph, chosen: Sequence[Var]) -> list[Saved]:
 
 def _warn_of_unused_rules(graph: Graph, policy: Policy) -> None:
     for rule in policy.unused_rules(graph.candidates):
+        names = list(dict.fromkeys(name for name, _, _ in graph.candidates))
+        known = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         warnings.warn(
-            f"the rule for {rule.name!r} matches no residual of the function", stacklevel=2
+            f"the rule for {rule.name!r} matches no residual of the function, whose values are "
+            f"{known or 'all kept by reference'}",
+            skip_file_prefixes=compat.LIBRARY_FOLDERS,
         )
 
 
@@ -177,11 +181,10 @@ def _apply(plan: Plan, saved: Sequence[Saved]) -> list[Saved]:
     # What a loop's body saves is stored as the plan says by the body itself.
     unknown = sorted(set(by_name) - {s.name for s in saved} - {m.name for m in _loop_marks(saved)})
     if missing or unknown:
-        raise ValueError(
-            "the plan was made for another function: "
-            f"it lacks {', '.join(missing) or 'nothing'}; "
-            f"it alone has {', '.join(unknown) or 'nothing'}"
-        )
+        parts = ["the plan was made for another function"]
+        parts += [f"this one also saves {', '.join(missing)}"] if missing else []
+        parts += [f"this one has no {', '.join(unknown)}"] if unknown else []
+        raise ValueError("; ".join(parts))
     result = []
     for entry in saved:
         if entry.exact:

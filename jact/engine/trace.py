@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +48,9 @@ class Traced:
             for i, value in zip(arrays, values, strict=True):
                 full[i] = value
             new_args, new_kwargs = jax.tree.unflatten(tree, full)
-            return self._flatten_output(fun(*new_args, **new_kwargs), has_aux)
+            with _unchanged_modules((new_args, new_kwargs), self.name):
+                out = fun(*new_args, **new_kwargs)
+            return self._flatten_output(out, has_aux)
 
         self.name = function_name(fun)
         array_leaves = [leaves[i] for i in arrays]
@@ -76,7 +80,7 @@ class Traced:
         if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
             raise TypeError(
                 "with has_aux=True the function must return a pair (output, auxiliary data), "
-                f"got {type(out).__name__}"
+                f"got {'an array' if _is_array(out) else type(out).__name__}"
             )
         leaves, self._out_tree = jax.tree.flatten(out)
         num_main = len(jax.tree.leaves(out[0])) if has_aux else len(leaves)
@@ -94,6 +98,40 @@ class Traced:
             for i in range(count)
         ]
         return jax.tree.unflatten(self._out_tree, leaves)
+
+
+@contextlib.contextmanager
+def _unchanged_modules(args: Any, name: str) -> Iterator[None]:
+    """Sees to it that no state of an NNX module is lost.
+
+    A traced function is given copies of the modules among its arguments. What it writes to them
+    (BatchNorm statistics, the counts of random streams) would never reach the caller's.
+
+    Raises:
+        ValueError: when the function has written to a module, once it has run.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        yield
+        return
+    leaves = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Module))
+    modules = [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
+    before = [jax.tree.leaves(module) for module in modules]
+    yield
+    for module, old in zip(modules, before, strict=True):
+        new = jax.tree.leaves(module)
+        if len(new) != len(old) or any(a is not b for a, b in zip(new, old, strict=True)):
+            raise ValueError(
+                f"{name} writes to the state of its argument, a {type(module).__name__} (BatchNorm "
+                "statistics and counts of random streams are such state), and what it writes would "
+                "be lost. Pass the parts of the module and return the new state:\n"
+                "    graph, params, rest = nnx.split(model, nnx.Param, ...)\n"
+                "    def loss(params, rest, batch):\n"
+                "        model = nnx.merge(graph, params, rest, copy=True)\n"
+                "        ...\n"
+                "        return value, nnx.split(model, nnx.Param, ...)[2]\n"
+                "    (value, rest), grads = jact.value_and_grad(loss, has_aux=True)(...)"
+            )
 
 
 def function_name(fun: Callable[..., Any]) -> str:

@@ -97,10 +97,39 @@ def test_plan_of_another_function() -> None:
         jact.grad(
             lambda p: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(X @ p[0]) @ p[1]) @ p[0])), policy=plan
         )(PARAMS)
-    with pytest.raises(ValueError, match=r"another function.*alone has dot_general:1"):
+    with pytest.raises(ValueError, match=r"another function.*has no dot_general:1"):
         jact.grad(lambda w: jnp.sum(jnp.tanh(X @ w)), policy=plan)(W)
 
 
 def test_plan_of_a_function_left_alone() -> None:
     with pytest.raises(ValueError, match="off"):
         jact.make_plan(net, "off")(PARAMS, X)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: jact.grad(net, "int2"), TypeError, "argnums.*policy='int2'"),
+        (lambda: jact.compress(net, keep=1.5), TypeError, "keep must hold"),
+        (lambda: jact.Policy(rules=jact.Rule("*", "int4")), TypeError, "rules must be a sequence"),
+        (lambda: jact.Policy(default="off"), ValueError, 'say "keep"'),
+        (lambda: jact.Rule("*", "int5"), ValueError, "recompute"),
+        (lambda: jact.Rule("*", "int4", dtype="floaty"), ValueError, "dtype must be"),
+        (lambda: jact.Rule("*", "int4", rank="x"), TypeError, "rank must be"),
+        (lambda: jact.Rule("*", "int4", min_size=9, max_size=2), ValueError, "max_size must be"),
+        (lambda: jact.codecs.Quantize(bits="4"), ValueError, "got '4'"),
+        (lambda: jact.Plan.from_json("{}"), ValueError, "not that of a plan"),
+        (lambda: jact.Plan.from_json("hello"), ValueError, "not that of a plan"),
+        (lambda: jact.report(lambda p: (net(p, X), 1.0 * X))(PARAMS), TypeError, "a scalar"),
+    ],
+)
+def test_message_names_the_argument(make: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_unused_rule_warns_at_the_users_line() -> None:
+    policy = jact.Policy(rules=[jact.Rule("nothing/*", "int8")])
+    with pytest.warns(UserWarning, match="'nothing/\\*'.*dot_general") as records:
+        jact.make_plan(net, policy)(PARAMS, X)
+    assert records[0].filename == __file__
