@@ -9,7 +9,7 @@ from typing import Any
 
 from jact import codecs, policy
 from jact.codecs import Codec
-from jact.policy import Policy
+from jact.policy import PRESETS, Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,3 +92,32 @@ class Plan:
             return cls(entries, policy.from_json(data["basis"]))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"the text is not that of a plan: {error}") from error
+
+
+#: What may be given as a policy.
+type PolicyLike = str | Codec | Policy | Plan
+
+
+def resolve(policy: PolicyLike) -> Policy | Plan | None:
+    """The policy that a user's `policy` argument stands for; None for "off".
+
+    Raises:
+        ValueError: for an unknown preset; names the presets.
+        TypeError: for anything that is not a preset, codec, policy or plan.
+    """
+    if isinstance(policy, Policy | Plan):
+        return policy
+    if isinstance(policy, str):
+        if policy == "off":
+            return None
+        if policy not in PRESETS:
+            raise ValueError(
+                f"policy must be one of {', '.join(PRESETS)}, or a codec, a jact.Policy or a "
+                f"jact.Plan; got {policy!r}"
+            )
+        return Policy(default=policy)
+    if isinstance(policy, Codec):
+        return Policy(default=policy)
+    raise TypeError(
+        f"policy must be a preset's name, a codec, a jact.Policy or a jact.Plan; got {policy!r}"
+    )

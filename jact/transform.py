@@ -4,46 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
 
-from jact.codecs import Codec
 from jact.engine.compressed import Prepared, compressed, prepare
 from jact.engine.select import plan_of
-from jact.engine.trace import Traced, function_name
-from jact.plan import Plan
-from jact.policy import PRESETS, Policy
-
-type PolicyLike = str | Codec | Policy | Plan
-
-
-def resolve_policy(policy: PolicyLike) -> Policy | Plan | None:
-    """The policy that a user's `policy` argument stands for; None for "off".
-
-    Raises:
-        ValueError: for an unknown preset; names the presets.
-        TypeError: for anything that is not a preset, codec, policy or plan.
-    """
-    if isinstance(policy, Policy | Plan):
-        return policy
-    if isinstance(policy, str):
-        if policy == "off":
-            return None
-        if policy not in PRESETS:
-            raise ValueError(
-                f"policy must be one of {', '.join(PRESETS)}, or a codec, a jact.Policy or a "
-                f"jact.Plan; got {policy!r}"
-            )
-        return Policy(default=policy)
-    if isinstance(policy, Codec):
-        return Policy(default=policy)
-    raise TypeError(
-        f"policy must be a preset's name, a codec, a jact.Policy or a jact.Plan; got {policy!r}"
-    )
+from jact.engine.trace import Traced, function_name, keep_filter
+from jact.plan import Plan, PolicyLike, resolve
+from jact.policy import Policy
 
 
 @overload
@@ -106,7 +77,7 @@ def compress(
         return functools.partial(compress, policy=policy, keep=keep)
     if not callable(fun):
         raise TypeError(f"fun must be callable, got {fun!r}")
-    return Compressed(fun, resolve_policy(policy), _keep_filter(fun, keep))
+    return Compressed(fun, resolve(policy), keep_filter(fun, keep))
 
 
 class Compressed:
@@ -338,45 +309,7 @@ def _differentiated(
         differentiated: tuple[int, ...] = (operator.index(argnums),)  # type: ignore[arg-type]
     except TypeError:
         differentiated = tuple(argnums)  # type: ignore[arg-type]
-    return Compressed(fun, resolve_policy(policy), lambda where: True, has_aux, differentiated)
-
-
-def _keep_filter(
-    fun: Callable[..., Any], keep: int | str | Sequence[int | str]
-) -> Callable[[int | str], bool]:
-    """Whether the argument at a position or of a name is kept by reference."""
-    chosen = tuple(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else (keep,)
-    for where in chosen:
-        if isinstance(where, bool) or not isinstance(where, int | str):
-            raise TypeError(f"keep must hold positions or names of arguments, got {where!r}")
-        if isinstance(where, int) and where < 0:
-            raise ValueError(f"keep must not hold negative positions, got {where}")
-    kept = set(chosen)
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        return kept.__contains__
-    # An argument is the same whether it is passed by position or by name.
-    for position, parameter in enumerate(parameters):
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and kept & {position, parameter.name}:
-            kept |= {position, parameter.name}
-    kinds = {parameter.kind for parameter in parameters}
-    named = {parameter.name for parameter in parameters}
-    for where in chosen:
-        if isinstance(where, str):
-            known = where in named or inspect.Parameter.VAR_KEYWORD in kinds
-        else:
-            positional = sum(
-                p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
-            )
-            known = where < positional or inspect.Parameter.VAR_POSITIONAL in kinds
-        # The default must do no harm to a function without arguments.
-        if not known and chosen != (0,):
-            raise ValueError(
-                f"keep names the argument {where!r}, but {function_name(fun)} has "
-                f"{', '.join(named) or 'none'}"
-            )
-    return kept.__contains__
+    return Compressed(fun, resolve(policy), lambda where: True, has_aux, differentiated)
 
 
 def _options(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -98,6 +99,44 @@ class Traced:
             for i in range(count)
         ]
         return jax.tree.unflatten(self._out_tree, leaves)
+
+
+def keep_filter(
+    fun: Callable[..., Any], keep: int | str | Sequence[int | str]
+) -> Callable[[int | str], bool]:
+    """Whether the argument at a position or of a name is kept by reference."""
+    chosen = tuple(keep) if isinstance(keep, Iterable) and not isinstance(keep, str) else (keep,)
+    for where in chosen:
+        if isinstance(where, bool) or not isinstance(where, int | str):
+            raise TypeError(f"keep must hold positions or names of arguments, got {where!r}")
+        if isinstance(where, int) and where < 0:
+            raise ValueError(f"keep must not hold negative positions, got {where}")
+    kept = set(chosen)
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return kept.__contains__
+    # An argument is the same whether it is passed by position or by name.
+    for position, parameter in enumerate(parameters):
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and kept & {position, parameter.name}:
+            kept |= {position, parameter.name}
+    kinds = {parameter.kind for parameter in parameters}
+    named = {parameter.name for parameter in parameters}
+    for where in chosen:
+        if isinstance(where, str):
+            known = where in named or inspect.Parameter.VAR_KEYWORD in kinds
+        else:
+            positional = sum(
+                p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
+            )
+            known = where < positional or inspect.Parameter.VAR_POSITIONAL in kinds
+        # The default must do no harm to a function without arguments.
+        if not known and chosen != (0,):
+            raise ValueError(
+                f"keep names the argument {where!r}, but {function_name(fun)} has "
+                f"{', '.join(named) or 'none'}"
+            )
+    return kept.__contains__
 
 
 @contextlib.contextmanager

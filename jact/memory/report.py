@@ -22,9 +22,9 @@ from jact.engine.select import Saved
 from jact.engine.trace import function_name
 from jact.memory import report_render
 from jact.memory.peak import peak as compiled_peak
-from jact.plan import Plan
+from jact.plan import Plan, PolicyLike
 from jact.policy import Policy
-from jact.transform import Compressed, PolicyLike, as_compressed
+from jact.transform import Compressed, as_compressed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
