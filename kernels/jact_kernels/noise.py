@@ -36,11 +36,19 @@ def random_bits(
       >>> random_bits((2, 3), seed=1).shape
       (2, 3)
     """
-    key = _finalise(_as_uint32(seed) ^ jnp.uint32(0x9E3779B9))
     if group_bits is None:
         group_bits = jnp.zeros((1,) * len(shape), jnp.uint32)
-    # One key per group: this hash is as long as the one per element but runs on far fewer entries.
-    key = _finalise(group_bits ^ jnp.broadcast_to(key, group_bits.shape))
+    return random_bits_of(group_key(seed, group_bits), shape)
+
+
+def group_key(seed: Seed, group_bits: jax.Array) -> jax.Array:
+    """One key per group: a hash as long as the one per element, for far fewer entries."""
+    key = _finalise(_as_uint32(seed) ^ jnp.uint32(0x9E3779B9))
+    return _finalise(group_bits ^ jnp.broadcast_to(key, group_bits.shape))
+
+
+def random_bits_of(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Random bits, one word per element, from the keys that `group_key` made."""
     return _finalise(_index(shape) ^ jnp.broadcast_to(key, shape))
 
 

@@ -38,9 +38,14 @@ def quantize(
     """Quantises `x`; see `jact_kernels.quantize`."""
     x = x.astype(jnp.float32).reshape(groups.split_shape)
     low, step = _group_range(x, groups, 2**bits - 1)
-    position = _position(x, low, step).astype(jnp.int32)
+    scale = _scale(low, step)
+    key = noise.group_key(seed, _range_bits(low, step))
+    # Without the barrier, a compiler fuses what is computed once per group into the loop over its
+    # elements, and computes it for each of them.
+    low, step, scale, key = lax.optimization_barrier((low, step, scale, key))
+    position = _position(x, *scale).astype(jnp.int32)
     if stochastic:
-        random = noise.random_bits(x.shape, seed, _range_bits(low, step))
+        random = noise.random_bits_of(key, x.shape)
         offset = lax.bitcast_convert_type(random >> jnp.uint32(32 - FRACTION_BITS), jnp.int32)
     else:
         offset = jnp.full(x.shape, 1 << (FRACTION_BITS - 1), jnp.int32)
@@ -76,7 +81,7 @@ def rounding_variance(x: jax.Array, *, groups: Groups, bits: int, stochastic: bo
     """The expected squared error per element; see `jact_kernels.rounding_variance`."""
     x = x.astype(jnp.float32).reshape(groups.split_shape)
     low, step = _group_range(x, groups, 2**bits - 1)
-    position = _position(x, low, step) * jnp.float32(2.0**-FRACTION_BITS)
+    position = _position(x, *_scale(low, step)) * jnp.float32(2.0**-FRACTION_BITS)
     fraction = position - jnp.floor(position)
     step = jnp.broadcast_to(step, x.shape)
     if stochastic:
@@ -106,13 +111,17 @@ def _group_range(x: jax.Array, groups: Groups, levels: int) -> tuple[jax.Array, 
     return low + nothing, step + nothing
 
 
-def _position(x: jax.Array, low: jax.Array, step: jax.Array) -> jax.Array:
-    """Where each element lies between the codes, times `2**FRACTION_BITS`."""
+def _scale(low: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Half the low end of each group, and what turns half a distance from it into a position."""
     positive = step > 0
     inverse = jnp.float32(2.0 ** (FRACTION_BITS + 1)) / jnp.where(positive, step, jnp.float32(1))
     # A step of zero has one code only; a step of NaN must not meet a conversion to integers.
     inverse = jnp.where(positive, inverse, jnp.float32(0))
-    half_low = jnp.where(jnp.isnan(low), jnp.float32(0), _half(low))
+    return jnp.where(jnp.isnan(low), jnp.float32(0), _half(low)), inverse
+
+
+def _position(x: jax.Array, half_low: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Where each element lies between the codes, times `2**FRACTION_BITS`."""
     return (_half(x) - jnp.broadcast_to(half_low, x.shape)) * jnp.broadcast_to(inverse, x.shape)
 
 
