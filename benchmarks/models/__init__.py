@@ -8,12 +8,18 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+from benchmarks.models.bert import bert
 from benchmarks.models.convnet import convnet
 from benchmarks.models.graph import gcn
+from benchmarks.models.lstm import lstm
 from benchmarks.models.mlp import mlp
 from benchmarks.models.resnet import resnet
+from benchmarks.models.scanned import ScannedTransformer
+from benchmarks.models.swin import swin
 from benchmarks.models.task import DTYPES, Task
 from benchmarks.models.transformer import transformer
+from benchmarks.models.unet import unet
+from benchmarks.models.vit import vit
 
 __all__ = ["DTYPES", "MODELS", "Model", "Task"]
 
@@ -25,7 +31,8 @@ class Model:
     Attributes:
         build: Takes the keyword arguments of `task`, all of them given, and returns the task.
         batch: The usual number of examples (of nodes, for a graph).
-        layers: The usual number of repeated blocks.
+        layers: The usual number of repeated blocks: of levels for `unet`, of blocks in the third
+            stage for `swin_tiny`.
     """
 
     build: Callable[..., Task]
@@ -66,16 +73,26 @@ class Model:
         return self.build(**sizes, dtype=dtype, remat=remat)
 
 
+# The width and heads of BERT base.
+transformer_base = functools.partial(transformer, width=768, heads=12, length=512)
+
 MODELS: dict[str, Model] = {
     "mlp": Model(mlp, batch=256, layers=4),
     "convnet": Model(functools.partial(convnet, channels=64), batch=128, layers=16),
     "convnet_small": Model(functools.partial(convnet, channels=32), batch=64, layers=6),
-    "transformer": Model(
-        functools.partial(transformer, width=768, heads=12, length=512), batch=16, layers=12
+    "transformer": Model(transformer_base, batch=16, layers=12),
+    "transformer4": Model(transformer_base, batch=16, layers=4),
+    "transformer_scanned": Model(
+        functools.partial(transformer_base, stack=ScannedTransformer), batch=16, layers=12
     ),
     "transformer_small": Model(
         functools.partial(transformer, width=256, heads=4, length=256), batch=8, layers=4
     ),
     "resnet50": Model(resnet, batch=64, layers=16),
+    "bert_large": Model(bert, batch=8, layers=24),
+    "vit_b16": Model(vit, batch=32, layers=12),
+    "swin_tiny": Model(swin, batch=32, layers=6),
+    "unet": Model(unet, batch=16, layers=4),
+    "lstm": Model(lstm, batch=64, layers=2),
     "gcn": Model(gcn, batch=1797, layers=2),
 }

@@ -43,6 +43,7 @@ def linen_task(
     inputs: tuple[str, ...],
     objective: Callable[[jax.Array, Any], jax.Array],
     batch: Callable[[jax.Array], Any],
+    rngs: tuple[str, ...] = (),
 ) -> Task:
     """Makes a task of a Flax Linen module.
 
@@ -51,23 +52,31 @@ def linen_task(
         inputs: The entries of the batch that the module is called with, in order.
         objective: Takes the module's output and the batch, returns the scalar loss.
         batch: Draws a batch from a key.
+        rngs: The entries of the batch that are keys, each for the Flax stream of the same name.
 
     Returns:
         The task.
     """
 
+    def keys(batch: Any) -> dict[str, jax.Array]:
+        return {name: batch[name] for name in rngs}
+
     # Under jit, XLA drops the forward pass that Flax runs to learn the parameters' shapes.
     @jax.jit
     def init(key: jax.Array) -> tuple[Any, Any]:
         example = batch(key)
-        variables = module.init(key, *(example[name] for name in inputs))
+        variables = module.init(
+            {"params": key, **keys(example)}, *(example[name] for name in inputs)
+        )
         params = variables.pop("params")
         return params, variables
 
     def loss(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
         variables = {"params": params, **state}
         arguments = (batch[name] for name in inputs)
-        output, new_state = module.apply(variables, *arguments, mutable=list(state))
+        output, new_state = module.apply(
+            variables, *arguments, rngs=keys(batch), mutable=list(state)
+        )
         return objective(output, batch), new_state
 
     return Task(init, loss, batch)
@@ -77,6 +86,11 @@ def cross_entropy(logits: jax.Array, batch: Any) -> jax.Array:
     """Returns the mean cross-entropy, in float32, of `[batch, classes]` logits."""
     logits = logits.astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
+def squared_error(output: jax.Array, batch: Any) -> jax.Array:
+    """Returns the mean squared error, in float32, against the batch's targets."""
+    return jnp.mean((output.astype(jnp.float32) - batch["targets"]) ** 2)
 
 
 def random_images(
