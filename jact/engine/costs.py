@@ -101,6 +101,9 @@ SINGULAR = {
 #: its parts.
 JOINS = {"add", "add_any", "sub"}
 
+#: Operations that put a result together of pieces.
+ASSEMBLING = {"concatenate", "pad", "dynamic_update_slice"}
+
 #: A reduction to less than this fraction of its operand makes a statistic (a mean, a variance),
 #: which is saved exactly.
 STATISTIC_FRACTION = 1 / 16

@@ -64,6 +64,8 @@ class Value:
         codec: what would store it.
         origin: see `Origin`; otherwise the argument of `Input.argument`.
         rerun: whether a dear operation that is run again stands between it and its roots.
+        mixed: whether it is put together of inexact and exact pieces (a class token before patches,
+            zeros around an image) and so may hold parts of very different size.
         mark: of what it is a code, when a compressed function inside of this one made it.
     """
 
@@ -76,6 +78,7 @@ class Value:
     codec: Codec
     origin: Origin | int
     rerun: bool
+    mixed: bool = False
     mark: Mark | None = None
 
     @property
@@ -195,6 +198,9 @@ class _Builder:
             statistic = costs.is_statistic(eqn) and not rerun
             self._add(out, base, line, pinned, roots, origin, rerun, statistic)
             if not pinned:
+                if self._mixes(eqn, made):
+                    value = self.graph.values[out]
+                    self.graph.values[out] = dataclasses.replace(value, mixed=True)
                 self.graph.edges.extend((m.var, out) for m in made)
                 if costs.is_dear(eqn):
                     self.graph.rerun.add(out)
@@ -258,6 +264,17 @@ class _Builder:
         if costs.is_singular(eqn, inexact):
             return "a singular function"
         return ""
+
+    def _mixes(self, eqn: Equation, made: Sequence[Value]) -> bool:
+        """Whether a result is put together of inexact and exact pieces, or follows from one."""
+        if any(m.mixed for m in made):
+            return True
+        if eqn.primitive.name not in costs.ASSEMBLING:
+            return False
+        inexact = {m.var for m in made if self._roots(m)}
+        # Indices are no pieces.
+        pieces = [a for a in eqn.invars if a.aval.dtype == eqn.outvars[0].aval.dtype]
+        return bool(inexact) and not all(compat.is_var(a) and a in inexact for a in pieces)
 
     def _made(self, eqn: Equation) -> list[tuple[Var, Value]]:
         values = self.graph.values

@@ -19,6 +19,10 @@ from jact.engine.program import Var
 from jact.plan import Plan
 from jact.policy import Policy
 
+#: How much dearer it is to save a value of pieces of different size. Those in one group would share
+#: a range, and the smaller ones drown in its rounding; so their parts are saved where that will do.
+_MIXED = 4
+
 #: Bytes that each further saved array counts for, so that of two equal choices the one with fewer
 #: arrays wins.
 _BYTES_PER_ARRAY = 64
@@ -107,7 +111,9 @@ def choose(graph: Graph, linearized: Linearized) -> set[Var]:
     needed = _needed(graph, linearized)
     relevant = _ancestors(graph, needed)
     capacities = {
-        v: graph.values[v].stored_bytes + _BYTES_PER_ARRAY for v in graph.values if v in relevant
+        v: value.stored_bytes * (_MIXED if value.mixed else 1) + _BYTES_PER_ARRAY
+        for v, value in graph.values.items()
+        if v in relevant
     }
     edges = [(u, v) for u, v in graph.edges if u in relevant and v in relevant]
     pinned = [v for v in relevant if graph.values[v].pinned]

@@ -525,3 +525,26 @@ def test_scores_with_a_bias_are_made_again() -> None:
     rows = jact.report(loss, "int4")(w, x).rows
     assert max(len(row.shape) and row.shape[-1] for row in rows) < 256
     assert {row.codec for row in rows} == {"int4"}
+
+
+def test_pieces_of_different_size_do_not_share_a_range() -> None:
+    """A class token at its small initial size keeps its gradient beside patches of size one."""
+    k = jax.random.split(jax.random.key(0), 5)
+    params = {
+        "w": jax.random.normal(k[0], (256, 256)) / 16,
+        "token": jnp.zeros((1, 1, 256)),
+        "position": 0.02 * jax.random.normal(k[1], (1, 197, 256)),
+        "query": jax.random.normal(k[2], (256, 256)) / 16,
+    }
+    x, t = jax.random.normal(k[3], (2, 196, 256)), jax.random.normal(k[4], (2, 256))
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        token = jnp.broadcast_to(p["token"], (2, 1, 256))
+        y = jnp.concatenate([token, x @ p["w"]], 1) + p["position"]
+        y = (y - y.mean(-1, keepdims=True)) * lax.rsqrt(y.var(-1, keepdims=True) + 1e-6)
+        return jnp.mean((y @ p["query"])[:, 0] * t)
+
+    want = jax.jit(jax.grad(loss))(params, x)
+    got = jax.jit(jact.grad(loss, policy="int8"))(params, x)
+    cases.assert_close(got["query"], want["query"], 0.01)
+    cases.assert_close(got["token"], want["token"], 0.01)
