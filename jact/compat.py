@@ -12,7 +12,6 @@ from typing import Any
 
 import flax
 import jax
-import jax.numpy as jnp
 import optax
 from jax.extend import core as jex
 from jax.extend import source_info_util
@@ -21,8 +20,6 @@ import jact_kernels
 
 #: Names under which JAX has called the equation of a nested `jax.jit`.
 JIT_PRIMITIVES = frozenset({"jit", "pjit"})
-#: Names under which JAX has called the equation of a `jax.checkpoint` region.
-REMAT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
 #: Frames of files in these folders are never the line a user wrote.
 LIBRARY_FOLDERS = (
     *(f"{pathlib.Path(str(m.__file__)).parent}/" for m in (jax, jact_kernels, optax, flax)),
@@ -102,11 +99,6 @@ def source_line(source_info: Any) -> str:
             name = frame.file_name.rsplit("/", 1)[-1]
             return f"{name}:{frame.line_num} ({frame.function_name})"
     return ""
-
-
-def is_key(aval: Any) -> bool:
-    """Whether a type is that of typed PRNG keys."""
-    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
 def has_explicit_shardings(eqn: Any) -> bool:

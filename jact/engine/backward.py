@@ -72,7 +72,8 @@ class _BackwardPass:
         self._tokens = _tokens(self._eqns, linearized.cotangent_inputs)
         # Where an equation reads residuals alone, they wait for the cotangent that was used last.
         self._latest: list[Any] = list(cotangents)[:1]
-        self._gradients = {
+        # The gradients that no later decoding has waited for yet.
+        self._unsettled = {
             v for v in self._program.outvars if compat.is_var(v) and v not in self._atoms
         }
 
@@ -97,16 +98,21 @@ class _BackwardPass:
         waiting = list(dict.fromkeys(self._tokens[v] for v in operands if v in self._tokens))
         # Gradients that are ready wait as well: XLA would rather compute them last, and keep their
         # operands until then.
-        ready = [v for v in self._env if v in self._gradients and v not in waiting]
+        ready = [v for v in self._env if v in self._unsettled and v not in waiting]
         waited_for = [self._env[v] for v in waiting] or self._latest
+        before = [self._env[v] for v in ready]
         values, waited = self._residuals.get(
-            [self._atoms[v] for v in wanted], [*waited_for, *(self._env[v] for v in ready)]
+            [self._atoms[v] for v in wanted], [*waited_for, *before]
         )
         self._env.update(zip(wanted, values, strict=True))
         self._env.update(
             zip([*waiting, *ready], waited[len(waited_for) - len(waiting) :], strict=True)
         )
         self._latest = waited[:1]
+        # Once is enough: where nothing had to be decoded, nothing has waited.
+        self._unsettled.difference_update(
+            v for v, value in zip(ready, before, strict=True) if self._env[v] is not value
+        )
 
     def _forget(self, eqn: Equation) -> None:
         for var in programs.operands(eqn):

@@ -45,7 +45,10 @@ def enter(eqn: Equation, args: Sequence[Any], compress_body: CompressBody, name:
     )
     body = eqn.params["jaxpr"]
     inputs = [
-        Input(f"{'carry' if is_carry else 'input'}[{i}]", encoded=is_carry and _is_float(v))
+        Input(
+            f"{'carry' if is_carry else 'input'}[{i}]",
+            encoded=is_carry and is_differentiable(v.aval.dtype),
+        )
         for i, v in enumerate(body.jaxpr.invars)
         for is_carry in [num_consts <= i < num_consts + num_carry]
     ]
@@ -66,7 +69,3 @@ def enter(eqn: Equation, args: Sequence[Any], compress_body: CompressBody, name:
             unroll=params["unroll"],
         )
     return [*carry, *ys]
-
-
-def _is_float(var: Any) -> bool:
-    return not compat.is_key(var.aval) and is_differentiable(var.aval.dtype)

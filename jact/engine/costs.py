@@ -141,7 +141,7 @@ def is_singular(eqn: Equation, inexact: set[jex.Var]) -> bool:
 
 def is_statistic(eqn: Equation) -> bool:
     """Whether an equation reduces an array to a much smaller one, as a mean does."""
-    if not eqn.primitive.name.startswith(("reduce_", "argm", "squeeze_", "rms")):
+    if not eqn.primitive.name.startswith(("reduce_", "argm")):
         return False
     largest = max((math.prod(a.aval.shape) for a in eqn.invars), default=0)
     return math.prod(eqn.outvars[0].aval.shape) <= largest * STATISTIC_FRACTION

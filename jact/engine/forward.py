@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax import lax
 
 from jact import codecs, compat
 from jact.engine import costs, marks
 from jact.engine import program as programs
-from jact.engine.linearize import Linearized
+from jact.engine.linearize import Linearized, is_differentiable
 from jact.engine.marks import Mark
 from jact.engine.program import Equation, Var
 from jact.engine.select import Saved
@@ -57,7 +56,7 @@ def run_forward(
         Left alone, XLA may put the encoding off until the backward pass, and keep the full arrays
         until then.
         """
-        waiting = [v for v in variables if _can_wait(env[v])]
+        waiting = [v for v in variables if is_differentiable(compat.type_of(env[v]).dtype)]
         if not unsettled or not waiting:
             return
         values, new_codes = lax.optimization_barrier(
@@ -108,8 +107,3 @@ def _mark(entry: Saved, scope: str) -> Mark:
         dtype=str(aval.dtype),
         raw_bytes=entry.raw_bytes,
     )
-
-
-def _can_wait(value: Any) -> bool:
-    """Whether a value may pass through an optimization barrier."""
-    return jax.numpy.issubdtype(compat.type_of(value).dtype, jax.numpy.inexact)

@@ -57,7 +57,7 @@ class Value:
     Attributes:
         var: its variable in the forward program.
         path: module path and primitive of the equation that made it.
-        line: the user's line that made it.
+        source: where the equation that made it comes from; None for an input.
         pinned: why it is never made again from saved values; empty when it may be.
         roots: the pinned, inexactly stored values that it would be made from.
         exact: why it would be saved exactly; empty when a codec would store it.
@@ -71,7 +71,7 @@ class Value:
 
     var: Var
     path: str
-    line: str
+    source: Any
     pinned: str
     roots: frozenset[Var]
     exact: str
@@ -85,6 +85,13 @@ class Value:
     def aval(self) -> Any:
         """The type of the value."""
         return self.var.aval
+
+    @property
+    def line(self) -> str:
+        """The user's line that made it; looked up when asked for, as few values are saved."""
+        if self.mark is not None:
+            return self.mark.line
+        return compat.source_line(self.source) if self.source is not None else ""
 
     @property
     def raw_bytes(self) -> int:
@@ -154,7 +161,7 @@ class _Builder:
                 Origin.DATA if spec.argument is None or spec.encoded else spec.argument
             )
             if spec.encoded:
-                self._add(var, spec.name, "", "an input", frozenset(), Origin.DATA)
+                self._add(var, spec.name, None, "an input", frozenset(), Origin.DATA)
         for eqn in self.program.eqns:
             if eqn.primitive.name == "optimization_barrier":
                 self._visit_identities(eqn)
@@ -194,9 +201,8 @@ class _Builder:
                 self._add_code(eqn, out, mark)
                 continue
             pinned = self._why_pinned(eqn, out, dear, roots, rerun)
-            line = compat.source_line(eqn.source_info)
             statistic = costs.is_statistic(eqn) and not rerun
-            self._add(out, base, line, pinned, roots, origin, rerun, statistic)
+            self._add(out, base, eqn.source_info, pinned, roots, origin, rerun, statistic)
             if not pinned:
                 if self._mixes(eqn, made):
                     value = self.graph.values[out]
@@ -290,7 +296,7 @@ class _Builder:
         self,
         var: Var,
         base: str,
-        line: str,
+        source: Any,
         pinned: str,
         roots: frozenset[Var],
         origin: Origin | int,
@@ -315,7 +321,9 @@ class _Builder:
             codec, exact = self._storage(self._policy_name(name, roots, pinned), var.aval)
         elif var.aval.dtype == jnp.bool_:
             codec = _mask_if_it_pays(var.aval)
-        self.graph.values[var] = Value(var, base, line, pinned, roots, exact, codec, origin, rerun)
+        self.graph.values[var] = Value(
+            var, base, source, pinned, roots, exact, codec, origin, rerun
+        )
 
     def _add_code(self, eqn: Equation, var: Var, mark: Mark) -> None:
         """Adds what a compressed function inside of this one saves; it stays as it is."""
@@ -325,7 +333,7 @@ class _Builder:
         self.graph.values[var] = Value(
             var=var,
             path=path,
-            line=mark.line,
+            source=eqn.source_info,
             pinned=mark.reason,
             roots=frozenset(),
             exact="a code",
@@ -354,7 +362,7 @@ class _Builder:
         return storage(self.policy.action(name, aval.shape, aval.dtype), aval)
 
     def _numbered(self, base: str) -> str:
-        return f"{base}:{self.counts[base]}" if self.counts[base] else base
+        return numbered(base, self.counts[base])
 
     def _tag(self, eqn: Equation, roots: frozenset[Var]) -> None:
         """`checkpoint_name` names the value that its operand follows from."""
@@ -370,6 +378,11 @@ class _Builder:
             if not value.exact or value.exact == "the policy keeps it":
                 codec, exact = self._storage(name, value.aval)
                 self.graph.values[var] = dataclasses.replace(value, codec=codec, exact=exact)
+
+
+def numbered(base: str, count: int) -> str:
+    """The name of what comes after `count` others of the same base name."""
+    return f"{base}:{count}" if count else base
 
 
 def storage(action: Action, aval: Any) -> tuple[Codec, str]:

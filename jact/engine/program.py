@@ -34,7 +34,7 @@ class Program:
 
 
 def flatten(closed: Any) -> Program:
-    """Inlines nested `jit` and `checkpoint` calls, to any depth.
+    """Inlines nested `jit` calls, to any depth.
 
     Functions with derivative rules of their own stay whole, so that their rules survive; so do
     calls with explicit shardings, loops, branches and `shard_map`.

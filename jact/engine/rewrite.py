@@ -16,7 +16,7 @@ from jax import lax
 from jact import compat
 from jact.engine import control_flow
 from jact.engine.control_flow import CompressBody
-from jact.engine.graph import module_path
+from jact.engine.graph import module_path, numbered
 from jact.engine.program import Equation, Program, Var
 
 
@@ -33,7 +33,7 @@ class Rewriter:
         """Applies an equation to its operands."""
         if control_flow.can_enter(eqn):
             base = f"{module_path(eqn)}scan"
-            name = f"{base}:{self._loops[base]}" if self._loops[base] else base
+            name = numbered(base, self._loops[base])
             self._loops[base] += 1
             return control_flow.enter(eqn, args, self._compress_body, name)
         if eqn.primitive.name == "reduce_window_max" and _is_pooling(eqn):

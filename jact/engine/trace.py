@@ -73,7 +73,7 @@ class Traced:
         # within the argument.
         where = path[1].idx if hasattr(path[1], "idx") else path[1].key
         name = ("args" if path[0].idx == 0 else "kwargs") + jax.tree_util.keystr(path[1:])
-        encoded = not is_kept(where) and _is_activation(compat.type_of(leaf))
+        encoded = not is_kept(where) and is_differentiable(compat.type_of(leaf).dtype)
         weights = isinstance(where, int) and (where in differentiated)
         return Input(name, where if weights else None, encoded)
 
@@ -195,11 +195,6 @@ def _has_jax_type(leaf: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _is_activation(aval: Any) -> bool:
-    """Whether an input that is not kept by reference is one to encode."""
-    return not compat.is_key(aval) and is_differentiable(aval.dtype)
 
 
 def _describe(const: Any) -> str:

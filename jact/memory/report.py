@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jact import codecs, compat
 from jact.engine import backward
 from jact.engine.compressed import Prepared
-from jact.engine.graph import module_path, raw_bytes
+from jact.engine.graph import module_path, numbered, raw_bytes
 from jact.engine.linearize import Linearized, is_differentiable
 from jact.engine.marks import Mark
 from jact.engine.program import Equation, Var
@@ -273,7 +273,7 @@ def _plain_rows(prepared: Prepared) -> Iterator[Row]:
         aval: Any = var.aval
         size = raw_bytes(aval)
         yield Row(
-            name=f"{name}:{counts[name]}" if counts[name] else name,
+            name=numbered(name, counts[name]),
             line=line,
             shape=tuple(aval.shape),
             dtype=str(aval.dtype),
