@@ -37,6 +37,11 @@ def with_constants(closed: Any, consts: Sequence[Any]) -> Any:
     return _ClosedJaxpr(closed.jaxpr, list(consts))
 
 
+def as_closed(jaxpr: Any) -> Any:
+    """A closed jaxpr, from an open one without constants or from one that is closed already."""
+    return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, [])
+
+
 def equations(jaxpr: Any) -> list[Any]:
     """The equations of an open or closed jaxpr."""
     return list(getattr(jaxpr, "jaxpr", jaxpr).eqns)
@@ -101,11 +106,39 @@ def source_line(source_info: Any) -> str:
     return ""
 
 
-def has_explicit_shardings(eqn: Any) -> bool:
-    """Whether a nested `jit` fixes the sharding or layout of an argument or a result."""
-    fields = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
-    values = [v for field in fields for v in eqn.params.get(field, ())]
-    return not all(v is None or type(v).__name__ == "UnspecifiedValue" for v in values)
+def jit_shardings(eqn: Any) -> tuple[list[Any], list[Any]] | None:
+    """The shardings that a nested `jit` fixes for its arguments and its results, None for the rest.
+
+    Returns:
+        None in the place of both where more than that is fixed: a layout, a kind of memory, or a
+        sharding over axes that are not automatic.
+    """
+    if any(layout is not None for f in ("in_layouts", "out_layouts") for layout in eqn.params[f]):
+        return None
+    shardings = [
+        [None if type(s).__name__ == "UnspecifiedValue" else s for s in eqn.params[field]]
+        for field in ("in_shardings", "out_shardings")
+    ]
+    fixed = [s for side in shardings for s in side if s is not None]
+    return (shardings[0], shardings[1]) if all(map(_is_ordinary, fixed)) else None
+
+
+def _is_ordinary(sharding: Any) -> bool:
+    return (
+        isinstance(sharding, jax.sharding.NamedSharding)
+        and sharding.memory_kind in (None, "device")
+        and all(kind == jax.sharding.AxisType.Auto for kind in sharding.mesh.axis_types)
+    )
+
+
+def constrain_sharding(atom: Any, sharding: Any) -> Any:
+    """An equation that gives a value a sharding; its result is a fresh variable."""
+
+    def constrain(x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    (eqn,) = jax.make_jaxpr(constrain)(atom.aval).jaxpr.eqns
+    return eqn.replace(invars=[atom], outvars=[new_var(atom.aval)])
 
 
 def type_of(x: Any) -> Any:

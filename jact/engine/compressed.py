@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +14,8 @@ from jax.extend import core as jex
 
 from jact import compat
 from jact.engine import backward, forward
-from jact.engine.graph import Input
 from jact.engine.linearize import Linearized, as_function, is_differentiable, linearize
+from jact.engine.origins import Input
 from jact.engine.program import Var
 from jact.engine.rewrite import Rewriter
 from jact.engine.select import Saved, select
@@ -72,17 +73,19 @@ def prepare(
     def compress_body(body: Any, body_inputs: Sequence[Input], name: str) -> Callable[..., Any]:
         scope = f"{name}/"
         body_policy = policy.within(scope) if isinstance(policy, Plan) else policy
+        body = compat.as_closed(body)
+        constants = [Input(f"constant[{i}]", wanted=False) for i in range(len(body.consts))]
         outs = len(body.jaxpr.outvars)
-        return compressed(body, body_inputs, outs, body_policy, name, scope)
+        run = compressed(body, [*constants, *body_inputs], outs, body_policy, name, scope)
+        return functools.partial(run, *body.consts)
 
     if rewritten:
-        function = as_function(closed, lambda program: Rewriter(program, compress_body).bind)
+        function = as_function(
+            closed, lambda program: Rewriter(program, inputs, compress_body).bind
+        )
     else:
         function = as_function(closed)
-    # Which gradients are wanted must not depend on who asks: JAX keeps the form of the residuals of
-    # a call that it has traced, whatever it is differentiated with respect to later.
-    known = any(spec.argument is not None for spec in inputs)
-    wanted = [spec.argument is not None or not known for spec in inputs]
+    wanted = [spec.wanted for spec in inputs]
     linearized = linearize(function, values, wanted, num_differentiated_outputs)
     selection = select(linearized, inputs, policy)
     return Prepared(linearized, tuple(inputs), selection.saved, selection.held)
@@ -125,7 +128,9 @@ def compressed(
         outputs, codes = forward.run_forward(
             prepared.linearized, prepared.saved, values, seeds, scope
         )
-        by_reference = {i: values[i] for i in _inputs_to_keep(prepared)}
+        # The function around a body has second derivatives of its own, which need no body's.
+        twice = not scope and _twice_differentiable(prepared)
+        by_reference = {i: values[i] for i in _inputs_to_keep(prepared, twice)}
         return outputs, (_Static(prepared), by_reference, codes)
 
     def run_backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
@@ -142,13 +147,13 @@ def compressed(
     return run
 
 
-def _inputs_to_keep(prepared: Prepared) -> list[int]:
+def _inputs_to_keep(prepared: Prepared, twice: bool) -> list[int]:
     """The inputs that are kept by reference.
 
     A second differentiation needs all that the residuals depend on. Where an input is encoded, or
     may have been overwritten, there can be none, and only what the first one needs is kept.
     """
-    if not _twice_differentiable(prepared):
+    if not twice:
         return backward.inputs_read(prepared.linearized, prepared.saved)
     read = backward.inputs_read(prepared.linearized, ())
     types = [v.aval for v in prepared.linearized.forward.invars]

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from jact import codecs, compat
@@ -36,6 +37,8 @@ def run_forward(
     Returns:
         The function's results and one code for each saved value.
     """
+    # As constants, the seeds would make a kernel of its own out of each encoding.
+    seeds = lax.optimization_barrier([jnp.uint32(seed) for seed in seeds])
     program = linearized.forward
     env = dict(program.consts) | dict(zip(program.invars, inputs, strict=True))
     index = {entry.var: i for i, entry in enumerate(saved)}

@@ -9,7 +9,6 @@ from them, must be saved themselves.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 import re
 from collections import Counter
@@ -23,31 +22,10 @@ from jact.codecs import Codec
 from jact.engine import costs, marks
 from jact.engine.linearize import Linearized
 from jact.engine.marks import Mark
-from jact.engine.program import Equation, Var
+from jact.engine.origins import Input, Origin, origin_of_input, origin_of_result
+from jact.engine import program as programs
+from jact.engine.program import Atom, Equation, Var
 from jact.policy import Action, Policy
-
-
-class Origin(enum.Enum):
-    """Where a value comes from, when it is not from a single differentiated argument."""
-
-    GENERATED = "made from no input at all"
-    DATA = "made from data"
-
-
-@dataclasses.dataclass(frozen=True)
-class Input:
-    """What the engine needs to know of one input of a function.
-
-    Attributes:
-        name: how the user would write it, such as `args[1]['image']`.
-        argument: identifies the differentiated argument that the input belongs to; None for every
-            other input.
-        encoded: whether it is an activation, to be encoded, rather than kept by reference.
-    """
-
-    name: str
-    argument: int | None = None
-    encoded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,13 +131,15 @@ class _Builder:
         self.graph = Graph({}, {}, [], set(), [])
         self.origins: dict[Var, Origin | int] = {}
         self.counts: Counter[str] = Counter()
+        # Values that follow cheaply from inputs which the backward pass gets inexactly: from which.
+        self.inexact: dict[Var, frozenset[Var]] = {}
 
     def build(self) -> Graph:
         self.origins.update(dict.fromkeys(self.program.consts, Origin.DATA))
         for var, spec in zip(self.program.invars, self.inputs, strict=True):
-            self.origins[var] = (
-                Origin.DATA if spec.argument is None or spec.encoded else spec.argument
-            )
+            self.origins[var] = origin_of_input(spec)
+            if spec.inexact and not spec.encoded:
+                self.inexact[var] = frozenset({var})
             if spec.encoded:
                 self._add(var, spec.name, None, "an input", frozenset(), Origin.DATA)
         for eqn in self.program.eqns:
@@ -181,12 +161,12 @@ class _Builder:
                 self.graph.edges.append((operand, out))
 
     def _visit(self, eqn: Equation) -> None:
-        operands = [a for a in eqn.invars if compat.is_var(a)]
+        operands = programs.operands(eqn)
         made = [self.graph.values[v] for v in operands if v in self.graph.values]
         base = f"{module_path(eqn)}{eqn.primitive.name}"
         dear = self._is_dear(eqn, base)
-        origin = self._origin(operands, dear)
-        roots = frozenset().union(*(self._roots(m) for m in made))
+        origin = origin_of_result((self.origins[v] for v in operands), dear)
+        roots = frozenset().union(*map(self._roots, operands))
         # The statistics of scores that are computed again must be those of the scores as they come
         # out then: with the exact maximum and sum, the exponentials of a softmax need not be
         # bounded, nor add up to one.
@@ -195,7 +175,8 @@ class _Builder:
             if compat.is_drop_var(out):
                 continue
             self.origins[out] = origin
-            if not dear and not made:
+            if not dear and not made and not (roots and costs.is_dear(eqn)):
+                self._visit_free(eqn, out, base, roots, origin)
                 continue
             if (mark := marks.find(eqn, position)) is not None:
                 self._add_code(eqn, out, mark)
@@ -213,6 +194,16 @@ class _Builder:
         if eqn.primitive.name == "name" and marks.read(eqn) is None:
             self._tag(eqn, roots)
 
+    def _visit_free(
+        self, eqn: Equation, out: Var, base: str, roots: frozenset[Var], origin: Origin | int
+    ) -> None:
+        """A value that follows cheaply from inputs alone; they may come back inexactly."""
+        if pinned := self._why_pinned(eqn, out, False, roots, False):
+            statistic = costs.is_statistic(eqn)
+            self._add(out, base, eqn.source_info, pinned, roots, origin, statistic=statistic)
+        elif roots:
+            self.inexact[out] = roots
+
     def _is_dear(self, eqn: Equation, base: str) -> bool:
         if not costs.is_dear(eqn):
             return False
@@ -225,24 +216,15 @@ class _Builder:
             self.counts[base] += 1
             return False
         # Scores are cheap next to what saving them costs; a product with weights is not.
-        scores = costs.is_batched_product(eqn) and all(
-            compat.is_var(a) and a in self.graph.values and self._roots(self.graph.values[a])
-            for a in eqn.invars
-        )
+        scores = costs.is_batched_product(eqn) and all(map(self._roots, eqn.invars))
         return not scores
 
-    def _origin(self, operands: Sequence[Var], dear: bool) -> Origin | int:
-        """Weights stay weights, but for dear operations that involve anything else."""
-        origins = {self.origins[v] for v in operands}
-        if not dear:
-            origins.discard(Origin.GENERATED)
-        if not origins:
-            return Origin.DATA if dear else Origin.GENERATED
-        origin = origins.pop()
-        return Origin.DATA if origins or origin is Origin.GENERATED else origin
-
-    def _roots(self, value: Value) -> frozenset[Var]:
-        """What inexactly stored values a reader of `value` would depend on."""
+    def _roots(self, atom: Atom) -> frozenset[Var]:
+        """What inexactly stored values a reader of a value would depend on."""
+        if not compat.is_var(atom):
+            return frozenset()
+        if (value := self.graph.values.get(atom)) is None:
+            return self.inexact.get(atom, frozenset())
         if value.pinned:
             return frozenset() if value.exact else frozenset({value.var})
         return value.roots
@@ -259,14 +241,14 @@ class _Builder:
         if costs.is_statistic(eqn) and not rerun:
             return "a statistic"
         # Scores that are larger than what they are made of are made again, biases and all.
-        largest_root = max(self.graph.values[v].aval.size for v in roots)
+        largest_root = max(v.aval.size for v in roots)
         if rerun and out.aval.size > largest_root:
             return ""
         if eqn.primitive.name in costs.JOINS and self._joins_streams(eqn, out):
             return "a sum of streams"
         if rerun:
             return ""
-        inexact = {v for v, value in self._made(eqn) if self._roots(value)}
+        inexact = {v for v in programs.operands(eqn) if self._roots(v)}
         if costs.is_singular(eqn, inexact):
             return "a singular function"
         return ""
@@ -277,18 +259,15 @@ class _Builder:
             return True
         if eqn.primitive.name not in costs.ASSEMBLING:
             return False
-        inexact = {m.var for m in made if self._roots(m)}
         # Indices are no pieces.
         pieces = [a for a in eqn.invars if a.aval.dtype == eqn.outvars[0].aval.dtype]
-        return bool(inexact) and not all(compat.is_var(a) and a in inexact for a in pieces)
-
-    def _made(self, eqn: Equation) -> list[tuple[Var, Value]]:
-        values = self.graph.values
-        return [(a, values[a]) for a in eqn.invars if compat.is_var(a) and a in values]
+        return len({bool(self._roots(piece)) for piece in pieces}) == 2
 
     def _joins_streams(self, eqn: Equation, out: Var) -> bool:
         parts = [
-            self._roots(value) for var, value in self._made(eqn) if var.aval.shape == out.aval.shape
+            self._roots(v)
+            for v in eqn.invars
+            if compat.is_var(v) and v in self.graph.values and v.aval.shape == out.aval.shape
         ]
         return len(parts) == 2 and bool(parts[0] - parts[1]) and bool(parts[1] - parts[0])
 
@@ -346,7 +325,7 @@ class _Builder:
     def _policy_name(self, name: str, roots: frozenset[Var], pinned: str) -> str:
         """A value that follows from one root goes by its name, which is the more stable one."""
         if not pinned and len(roots) == 1:
-            return self.graph.names[next(iter(roots))]
+            return self.graph.names.get(next(iter(roots)), name)
         return name
 
     def _storage(self, name: str, aval: Any) -> tuple[Codec, str]:
@@ -366,7 +345,7 @@ class _Builder:
 
     def _tag(self, eqn: Equation, roots: frozenset[Var]) -> None:
         """`checkpoint_name` names the value that its operand follows from."""
-        if len(roots) != 1:
+        if len(roots) != 1 or not roots <= self.graph.values.keys():
             return
         (root,) = roots
         tag = f"{module_path(eqn)}{eqn.params['name']}"

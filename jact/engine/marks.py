@@ -87,9 +87,12 @@ def _find_inside(eqns: Sequence[Equation], result: Any) -> Mark | None:
 
 
 def _repeated(mark: Mark, eqn: Equation, position: int, result: Any) -> Mark:
-    """The mark on what a loop stacks up of its iterations' results."""
+    """The mark on what a loop stacks up of its iterations, or a mesh of its devices."""
     times = eqn.outvars[position].aval.size // max(result.aval.size, 1)
     if times == 1:
         return mark
-    shape, size = (times, *mark.shape), times * mark.raw_bytes
-    return dataclasses.replace(mark, shape=shape, raw_bytes=size)
+    if eqn.primitive.name == "shard_map" and mark.shape:
+        shape = (times * mark.shape[0], *mark.shape[1:])
+    else:
+        shape = (times, *mark.shape)
+    return dataclasses.replace(mark, shape=shape, raw_bytes=times * mark.raw_bytes)

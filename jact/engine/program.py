@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jact import compat
 
@@ -36,8 +36,8 @@ class Program:
 def flatten(closed: Any) -> Program:
     """Inlines nested `jit` calls, to any depth.
 
-    Functions with derivative rules of their own stay whole, so that their rules survive; so do
-    calls with explicit shardings, loops, branches and `shard_map`.
+    The shardings that a call fixes become constraints. Functions with derivative rules of their own
+    stay whole, so that their rules survive; so do loops, branches and `shard_map`.
     """
     eqns: list[Equation] = []
     consts: dict[Var, Any] = {}
@@ -71,7 +71,9 @@ def _inline(
         inner = _inlinable(eqn)
         if inner is not None:
             caller = eqn.replace(source_info=source)
-            results = _inline(*inner, operands, caller, eqns, consts)
+            operands = _constrain(operands, inner.in_shardings, source, eqns)
+            results = _inline(inner.jaxpr, inner.consts, operands, caller, eqns, consts)
+            results = _constrain(results, inner.out_shardings, source, eqns)
             known.update(zip(eqn.outvars, results, strict=True))
             continue
         # A jaxpr may be shared by several calls, so each inlining needs variables of its own.
@@ -81,16 +83,36 @@ def _inline(
     return [resolve(a) for a in jaxpr.outvars]
 
 
-def _inlinable(eqn: Equation) -> tuple[Any, Sequence[Any]] | None:
-    """The jaxpr and constants of a call that means the same when inlined."""
+def _constrain(
+    atoms: Sequence[Atom], shardings: Sequence[Any], source: Any, eqns: list[Equation]
+) -> list[Atom]:
+    """Appends equations that give values their shardings; None leaves a value as it is."""
+    result = list(atoms)
+    for i, sharding in enumerate(shardings):
+        if sharding is not None:
+            eqn = compat.constrain_sharding(atoms[i], sharding).replace(source_info=source)
+            eqns.append(eqn)
+            (result[i],) = eqn.outvars
+    return result
+
+
+class _Call(NamedTuple):
+    """A call that means the same when inlined."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    in_shardings: Sequence[Any] = ()
+    out_shardings: Sequence[Any] = ()
+
+
+def _inlinable(eqn: Equation) -> _Call | None:
     if eqn.primitive.name in compat.JIT_PRIMITIVES:
-        if compat.has_explicit_shardings(eqn):
-            return None
         closed = eqn.params["jaxpr"]
-        return closed.jaxpr, closed.consts
+        shardings = compat.jit_shardings(eqn)
+        return None if shardings is None else _Call(closed.jaxpr, closed.consts, *shardings)
     if eqn.primitive.name in ("closed_call", "core_call", "core_closed_call"):
-        closed = eqn.params["call_jaxpr"]
-        return (closed.jaxpr, closed.consts) if hasattr(closed, "jaxpr") else (closed, ())
+        closed = compat.as_closed(eqn.params["call_jaxpr"])
+        return _Call(closed.jaxpr, closed.consts)
     return None
 
 

@@ -1,4 +1,4 @@
-"""Operations that jact differentiates in its own way: loops, softmax, maxima over windows."""
+"""Operations that jact differentiates in its own way: control flow, softmax, window maxima."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from jact import compat
 from jact.engine import control_flow
 from jact.engine.control_flow import CompressBody
 from jact.engine.graph import module_path, numbered
+from jact.engine.origins import Input, Operands
 from jact.engine.program import Equation, Program, Var
 
 
 class Rewriter:
     """Applies the equations of one program, or what takes their place; the results are the same."""
 
-    def __init__(self, program: Program, compress_body: CompressBody):
+    def __init__(self, program: Program, inputs: Sequence[Input], compress_body: CompressBody):
+        self._operands = Operands(program, inputs)
         self._compress_body = compress_body
-        self._loops: Counter[str] = Counter()
+        self._entered: Counter[str] = Counter()
         self._softmaxes = _find_softmaxes(program.eqns)
         self._exponents: dict[Var, Any] = {s.numerator: None for s in self._softmaxes.values()}
 
     def bind(self, eqn: Equation, args: Sequence[Any]) -> list[Any]:
         """Applies an equation to its operands."""
         if control_flow.can_enter(eqn):
-            base = f"{module_path(eqn)}scan"
-            name = numbered(base, self._loops[base])
-            self._loops[base] += 1
-            return control_flow.enter(eqn, args, self._compress_body, name)
+            base = f"{module_path(eqn)}{eqn.primitive.name}"
+            name = numbered(base, self._entered[base])
+            self._entered[base] += 1
+            return control_flow.enter(eqn, args, self._operands, self._compress_body, name)
         if eqn.primitive.name == "reduce_window_max" and _is_pooling(eqn):
             with compat.equation_context(eqn):
                 return [_max_pool(eqn, args[0])]

@@ -11,10 +11,11 @@ from jact import codecs, compat
 from jact.codecs import Codec
 from jact.engine import costs
 from jact.engine import graph as graphs
-from jact.engine.graph import Graph, Input, Value
+from jact.engine.graph import Graph, Value
 from jact.engine.linearize import Linearized
 from jact.engine.marks import Mark
 from jact.engine.mincut import minimum_cut
+from jact.engine.origins import Input
 from jact.engine.program import Var
 from jact.plan import Plan
 from jact.policy import Policy
@@ -157,7 +158,7 @@ def _name(graph: Graph, chosen: Sequence[Var]) -> list[Saved]:
         source = value
         if var not in graph.names and len(value.roots) == 1:
             (root,) = value.roots
-            source = graph.values[root]
+            source = graph.values.get(root, value)
         name = graph.names.get(source.var, value.path)
         if name in saved:
             name, source = value.path, value

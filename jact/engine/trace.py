@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from jact import compat
-from jact.engine.graph import Input
 from jact.engine.linearize import is_differentiable
+from jact.engine.origins import Input
 from jact.engine.scopes import module_scopes
 
 
@@ -58,7 +58,13 @@ class Traced:
         with module_scopes():
             self.closed: Any = jax.make_jaxpr(flat)(*map(compat.type_of, array_leaves))
         self.values = [*self.closed.consts, *array_leaves]
-        self.inputs = [Input(f"closed over: {_describe(c)}") for c in self.closed.consts]
+        # Which gradients may be asked for must not depend on who asks: JAX keeps the form of the
+        # residuals of a call that it has traced, whatever it is differentiated with respect to
+        # later. Only `jact.grad` and `jact.value_and_grad` know.
+        self.inputs = [
+            Input(f"closed over: {_describe(c)}", wanted=not differentiated)
+            for c in self.closed.consts
+        ]
         for i in arrays:
             self.inputs.append(self._input(paths[i][0], leaves[i], is_kept, differentiated))
 
@@ -75,7 +81,9 @@ class Traced:
         name = ("args" if path[0].idx == 0 else "kwargs") + jax.tree_util.keystr(path[1:])
         encoded = not is_kept(where) and is_differentiable(compat.type_of(leaf).dtype)
         weights = isinstance(where, int) and (where in differentiated)
-        return Input(name, where if weights else None, encoded)
+        return Input(
+            name, where if weights else None, encoded, wanted=weights or not differentiated
+        )
 
     def _flatten_output(self, out: Any, has_aux: bool) -> list[Any]:
         if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
