@@ -15,6 +15,7 @@ import jax
 import optax
 from jax.extend import core as jex
 from jax.extend import source_info_util
+from jax.interpreters import batching, mlir
 
 import jact_kernels
 
@@ -139,6 +140,48 @@ def constrain_sharding(atom: Any, sharding: Any) -> Any:
 
     (eqn,) = jax.make_jaxpr(constrain)(atom.aval).jaxpr.eqns
     return eqn.replace(invars=[atom], outvars=[new_var(atom.aval)])
+
+
+def barrier[S, T](values: S, on_one_device: T) -> tuple[S, T]:
+    """`lax.optimization_barrier` over both pytrees; over the first one alone on several devices.
+
+    There, what is to be summed over devices would be summed by itself and at once, rather than
+    together with its like.
+    """
+    arrays, tree = jax.tree.flatten((values, on_one_device))
+    num_always = len(jax.tree.leaves(values))
+    if num_always == len(arrays) or any(is_ref(jax.typeof(x)) for x in arrays):
+        return jax.lax.optimization_barrier((values, on_one_device))
+    return jax.tree.unflatten(tree, _barrier.bind(*arrays, num_always=num_always))
+
+
+_barrier = jex.Primitive("jact_barrier")
+_barrier.multiple_results = True
+
+
+def _apply_barrier(*arrays: Any, num_always: int) -> Any:
+    del num_always
+    return jax.lax.optimization_barrier(arrays)
+
+
+def _lower_barrier(ctx: Any, *arrays: Any, num_always: int) -> Any:
+    context = ctx.module_context.axis_context
+    devices = context.mesh.size if hasattr(context, "mesh") else getattr(context, "num_devices", 1)
+
+    def apply(*arrays: Any) -> list[Any]:
+        held = len(arrays) if devices == 1 else num_always
+        return [*jax.lax.optimization_barrier(arrays[:held]), *arrays[held:]]
+
+    return mlir.lower_fun(apply, multiple_results=True)(ctx, *arrays)
+
+
+_barrier.def_impl(_apply_barrier)
+_barrier.def_abstract_eval(lambda *avals, num_always: list(avals))
+mlir.register_lowering(_barrier, _lower_barrier)
+batching.primitive_batchers[_barrier] = lambda arrays, axes, num_always: (
+    _barrier.bind(*arrays, num_always=num_always),
+    axes,
+)
 
 
 def type_of(x: Any) -> Any:

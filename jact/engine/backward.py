@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax import lax
 
 from jact import codecs, compat
 from jact.engine import program as programs
-from jact.engine.linearize import Linearized
+from jact.engine.linearize import Linearized, is_differentiable
 from jact.engine.program import Atom, Equation, Var
-from jact.engine.select import Saved
+from jact.engine.select import Saved, Selection
 
 #: How many later values may be decoded before one that is not in use is forgotten, to be decoded
 #: anew when needed.
@@ -30,8 +30,7 @@ def inputs_read(linearized: Linearized, saved: Sequence[Saved]) -> list[int]:
 
 def run_backward(
     linearized: Linearized,
-    saved: Sequence[Saved],
-    held: Collection[Var],
+    selection: Selection,
     inputs: Mapping[int, Any],
     codes: Sequence[Any],
     cotangents: Sequence[Any],
@@ -40,8 +39,7 @@ def run_backward(
 
     Args:
         linearized: the function.
-        saved: what the forward pass saved.
-        held: what to hold in memory of what is made again.
+        selection: what the forward pass saved, and what to hold in memory.
         inputs: the inputs that `inputs_read` names, by position.
         codes: one for each saved value.
         cotangents: one for each of `linearized.cotangents`.
@@ -49,7 +47,7 @@ def run_backward(
     Returns:
         One gradient for each of `linearized.differentiated`.
     """
-    residuals = _Residuals(linearized, saved, held, inputs, codes)
+    residuals = _Residuals(linearized, selection, inputs, codes)
     return _BackwardPass(linearized, residuals, cotangents).run()
 
 
@@ -85,7 +83,7 @@ class _BackwardPass:
         # A gradient may be a residual itself, as that of x in x * w is w where the cotangent is
         # one.
         direct = [v for v in outvars if compat.is_var(v) and v in self._atoms]
-        values, _ = self._residuals.get([self._atoms[v] for v in direct], self._latest)
+        values, _, _ = self._residuals.get([self._atoms[v] for v in direct], self._latest, ())
         self._env.update(zip(direct, values, strict=True))
         return [programs.read(self._env, a) for a in outvars]
 
@@ -99,15 +97,15 @@ class _BackwardPass:
         # Gradients that are ready wait as well: XLA would rather compute them last, and keep their
         # operands until then.
         ready = [v for v in self._env if v in self._unsettled and v not in waiting]
-        waited_for = [self._env[v] for v in waiting] or self._latest
         before = [self._env[v] for v in ready]
-        values, waited = self._residuals.get(
-            [self._atoms[v] for v in wanted], [*waited_for, *before]
+        values, waited, gradients = self._residuals.get(
+            [self._atoms[v] for v in wanted],
+            [self._env[v] for v in waiting] or self._latest,
+            before,
         )
         self._env.update(zip(wanted, values, strict=True))
-        self._env.update(
-            zip([*waiting, *ready], waited[len(waited_for) - len(waiting) :], strict=True)
-        )
+        self._env.update(zip(waiting, waited[: len(waiting)], strict=True))
+        self._env.update(zip(ready, gradients, strict=True))
         self._latest = waited[:1]
         # Once is enough: where nothing had to be decoded, nothing has waited.
         self._unsettled.difference_update(
@@ -145,16 +143,16 @@ class _Residuals:
     def __init__(
         self,
         linearized: Linearized,
-        saved: Sequence[Saved],
-        held: Collection[Var],
+        selection: Selection,
         inputs: Mapping[int, Any],
         codes: Sequence[Any],
     ):
         self._producers = programs.Producers(linearized.forward.eqns)
-        self._held = held
+        self._held = selection.held
         by_reference = {linearized.forward.invars[i]: x for i, x in inputs.items()}
         self._inputs = dict(linearized.forward.consts) | by_reference
-        self._saved = {entry.var: (entry, code) for entry, code in zip(saved, codes, strict=True)}
+        saved = zip(selection.saved, codes, strict=True)
+        self._saved = {entry.var: (entry, code) for entry, code in saved}
         # What is saved as it is can be read at any time.
         self._at_hand = self._inputs | {
             var: code
@@ -165,22 +163,26 @@ class _Residuals:
         self._last_use: dict[Var, int] = {}
         self._time = 0
 
-    def get(self, wanted: Sequence[Atom], cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def get(
+        self, wanted: Sequence[Atom], cotangents: Sequence[Any], gradients: Sequence[Any]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
         """The values of residuals, made no earlier than the cotangents.
 
         Args:
             wanted: atoms of the forward program.
             cotangents: what the residuals are wanted for.
+            gradients: what had better be computed before them.
 
         Returns:
-            The values, and the cotangents again: those that readers must use from now on.
+            The values, and the cotangents and the gradients again: those that readers must use from
+            now on.
         """
         missing = [
             a for a in wanted if compat.is_var(a) and a not in self._at_hand and a not in self._made
         ]
-        cotangents = list(cotangents)
+        cotangents, gradients = list(cotangents), list(gradients)
         if missing:
-            cotangents = self._make(missing, cotangents)
+            cotangents, gradients = self._make(missing, cotangents, gradients)
         for atom in wanted:
             if compat.is_var(atom):
                 self._last_use[atom] = self._time
@@ -191,20 +193,26 @@ class _Residuals:
             for a in wanted
         ]
         self._forget()
-        return values, cotangents
+        return values, cotangents, gradients
 
-    def _make(self, wanted: Sequence[Var], cotangents: list[Any]) -> list[Any]:
+    def _make(
+        self, wanted: Sequence[Var], cotangents: list[Any], gradients: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
         eqns, leaves = self._producers.cone(wanted, lambda v: v in self._made or v in self._saved)
         to_decode = [v for v in leaves if v in self._saved and v not in self._made]
         inputs = [v for v in leaves if v in self._inputs]
+        # Weights, which several devices may have to gather before they use them; they do so once.
+        weights = [v for v in inputs if is_differentiable(v.aval.dtype)]
+        others = [v for v in inputs if v not in weights]
+        codes = [self._saved[v][1] for v in to_decode]
         # Without the barrier XLA would decode everything at once, when the backward pass begins, or
         # share the forward pass's own copy of what is made again, and keep it alive until here.
-        codes, values, cotangents = lax.optimization_barrier(
-            ([self._saved[v][1] for v in to_decode], [self._inputs[v] for v in inputs], cotangents)
+        (codes, other_values, cotangents), (weight_values, gradients) = compat.barrier(
+            (codes, [self._inputs[v] for v in others], cotangents),
+            ([self._inputs[v] for v in weights], gradients),
         )
-        env = dict(zip(inputs, values, strict=True)) | {
-            v: self._made[v] for v in leaves if v in self._made
-        }
+        env = {v: self._made[v] for v in leaves if v in self._made}
+        env.update(zip([*others, *weights], [*other_values, *weight_values], strict=True))
         for var, code in zip(to_decode, codes, strict=True):
             entry, _ = self._saved[var]
             env[var] = entry.codec.decode(code, var.aval.shape, var.aval.dtype)
@@ -221,7 +229,7 @@ class _Residuals:
             if var not in self._inputs:
                 self._made[var] = env[var]
                 self._last_use[var] = self._time
-        return cotangents
+        return cotangents, gradients
 
     def _forget(self) -> None:
         for var in [v for v in self._made if self._last_use[v] < self._time - _WINDOW]:

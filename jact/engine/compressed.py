@@ -16,9 +16,8 @@ from jact import compat
 from jact.engine import backward, forward
 from jact.engine.linearize import Linearized, as_function, is_differentiable, linearize
 from jact.engine.origins import Input
-from jact.engine.program import Var
 from jact.engine.rewrite import Rewriter
-from jact.engine.select import Saved, select
+from jact.engine.select import Saved, Selection, select
 from jact.plan import Plan
 from jact.policy import Policy
 
@@ -30,14 +29,17 @@ class Prepared:
     Attributes:
         linearized: its forward and backward programs.
         inputs: what is known of its inputs.
-        saved: what is saved, in the order in which the forward pass makes it.
-        held: what the backward pass holds in memory; see `Selection`.
+        selection: what is saved of it.
     """
 
     linearized: Linearized
     inputs: tuple[Input, ...]
-    saved: tuple[Saved, ...]
-    held: frozenset[Var]
+    selection: Selection
+
+    @property
+    def saved(self) -> tuple[Saved, ...]:
+        """What is saved, in the order in which the forward pass makes it."""
+        return self.selection.saved
 
 
 @jax.tree_util.register_static
@@ -87,8 +89,7 @@ def prepare(
         function = as_function(closed)
     wanted = [spec.wanted for spec in inputs]
     linearized = linearize(function, values, wanted, num_differentiated_outputs)
-    selection = select(linearized, inputs, policy)
-    return Prepared(linearized, tuple(inputs), selection.saved, selection.held)
+    return Prepared(linearized, tuple(inputs), select(linearized, inputs, policy))
 
 
 def compressed(
@@ -126,7 +127,7 @@ def compressed(
         prepared = prepare(closed, values, inputs, num_differentiated_outputs, policy)
         seeds = [_seed(entry.name) for entry in prepared.saved]
         outputs, codes = forward.run_forward(
-            prepared.linearized, prepared.saved, values, seeds, scope
+            prepared.linearized, prepared.selection, values, seeds, scope
         )
         # The function around a body has second derivatives of its own, which need no body's.
         twice = not scope and _twice_differentiable(prepared)
@@ -173,7 +174,7 @@ def _pullback(
     Codes are integers, and no derivative passes through them. The derivative of the gradient is
     therefore that of the plain gradient, computed from the inputs.
     """
-    linearized, saved = prepared.linearized, prepared.saved
+    linearized = prepared.linearized
     types = [v.aval for v in linearized.forward.invars]
 
     def exact(by_reference: Any, cotangents: Any) -> list[Any]:
@@ -193,7 +194,7 @@ def _pullback(
     @jax.custom_jvp
     def pullback(by_reference: Any, codes: Any, cotangents: Any) -> list[Any]:
         return backward.run_backward(
-            linearized, saved, prepared.held, by_reference, codes, cotangents
+            linearized, prepared.selection, by_reference, codes, cotangents
         )
 
     @pullback.defjvp

@@ -15,12 +15,12 @@ from jact.engine import program as programs
 from jact.engine.linearize import Linearized, is_differentiable
 from jact.engine.marks import Mark
 from jact.engine.program import Equation, Var
-from jact.engine.select import Saved
+from jact.engine.select import Saved, Selection
 
 
 def run_forward(
     linearized: Linearized,
-    saved: Sequence[Saved],
+    selection: Selection,
     inputs: Sequence[Any],
     seeds: Sequence[Any],
     scope: str = "",
@@ -29,7 +29,7 @@ def run_forward(
 
     Args:
         linearized: the function.
-        saved: the values to save, in the order in which they are made.
+        selection: what to save.
         inputs: arrays, one for each input.
         seeds: of the rounding noise, one for each saved value.
         scope: the name of the loop whose body this is, ending in a slash; empty if there is none.
@@ -39,7 +39,7 @@ def run_forward(
     """
     # As constants, the seeds would make a kernel of its own out of each encoding.
     seeds = lax.optimization_barrier([jnp.uint32(seed) for seed in seeds])
-    program = linearized.forward
+    program, saved = linearized.forward, selection.saved
     env = dict(program.consts) | dict(zip(program.invars, inputs, strict=True))
     index = {entry.var: i for i, entry in enumerate(saved)}
     codes: list[Any] = [None] * len(saved)
@@ -62,17 +62,19 @@ def run_forward(
         waiting = [v for v in variables if is_differentiable(compat.type_of(env[v]).dtype)]
         if not unsettled or not waiting:
             return
-        values, new_codes = lax.optimization_barrier(
-            ([env[v] for v in waiting], [codes[i] for i in unsettled])
+        arrays = [v for v in waiting if v.aval.size > 1]
+        scalars = [v for v in waiting if v.aval.size <= 1]
+        (values, new_codes), totals = compat.barrier(
+            ([env[v] for v in arrays], [codes[i] for i in unsettled]), [env[v] for v in scalars]
         )
-        env.update(zip(waiting, values, strict=True))
+        env.update(zip([*arrays, *scalars], [*values, *totals], strict=True))
         for i, code in zip(unsettled, new_codes, strict=True):
             codes[i] = code
         unsettled.clear()
 
     def settle_before(eqn: Equation) -> None:
         if costs.is_dear(eqn):
-            settle(programs.operands(eqn))
+            settle([v for v in programs.operands(eqn) if v in selection.made])
 
     def encode_results(eqn: Equation) -> None:
         for var in eqn.outvars:

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jact import codecs, compat
 from jact.codecs import Codec
 from jact.engine import costs, marks
+from jact.engine import program as programs
 from jact.engine.linearize import Linearized
 from jact.engine.marks import Mark
 from jact.engine.origins import Input, Origin, origin_of_input, origin_of_result
-from jact.engine import program as programs
 from jact.engine.program import Atom, Equation, Var
 from jact.policy import Action, Policy
 

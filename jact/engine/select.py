@@ -73,10 +73,12 @@ class Selection:
         saved: the values to save, in the order in which the forward pass makes them.
         held: values that follow from dear operations that the backward pass runs again. It holds
             them in memory while it needs them, so that XLA does not keep what they were made from.
+        made: values that dear operations or encoded inputs stand behind.
     """
 
     saved: tuple[Saved, ...]
     held: frozenset[Var]
+    made: frozenset[Var]
 
 
 def select(linearized: Linearized, inputs: Sequence[Input], policy: Policy | Plan) -> Selection:
@@ -104,7 +106,7 @@ def select(linearized: Linearized, inputs: Sequence[Input], policy: Policy | Pla
     saved = _name(graph, [v for v in graph.values if v in chosen])
     if isinstance(policy, Plan):
         saved = _apply(policy, saved)
-    return Selection(tuple(saved), frozenset(_held(graph, linearized)))
+    return Selection(tuple(saved), frozenset(_held(graph, linearized)), frozenset(graph.values))
 
 
 def choose(graph: Graph, linearized: Linearized) -> set[Var]:

@@ -59,8 +59,10 @@ def plan_groups(shape: tuple[int, ...], group_size: int = 64) -> Groups | None:
     """Divides an array into groups of about `group_size` neighbouring elements.
 
     The leading axis (the batch) is never in a group of an array of two or more axes, and the last
-    one (channels, which are often sharded) only where the others are too short. Blocks divide their
-    axis, so nothing is ever padded. An axis without a divisor near the target is taken whole.
+    one (channels, which are often sharded) only where the others are too short. Of the others the
+    first is taken alone where it is long enough: in an array of (batch, tokens, heads, features)
+    heads are often sharded as well. Blocks divide their axis, so nothing is ever padded. An axis
+    without a divisor near the target is taken whole.
 
     Args:
       shape: the shape of the array.
@@ -77,6 +79,8 @@ def plan_groups(shape: tuple[int, ...], group_size: int = 64) -> Groups | None:
       (16, 8, 64, 768)
       >>> plan_groups((128, 32, 32, 64)).split_shape  # Two image rows of one channel.
       (128, 16, 2, 32, 64)
+      >>> plan_groups((16, 512, 12, 64)).split_shape  # Blocks of 64 tokens of one head's feature.
+      (16, 8, 64, 12, 64)
       >>> plan_groups((64, 7, 7, 2048)).size
       49
       >>> plan_groups((5000, 4, 256)).split_shape  # Nodes, heads, features.
@@ -86,7 +90,10 @@ def plan_groups(shape: tuple[int, ...], group_size: int = 64) -> Groups | None:
     """
     if not shape or 0 in shape:
         return None
-    groups = _groups(tuple(shape), *_groupable_axes(len(shape)), group_size)
+    first, last = _groupable_axes(len(shape))
+    groups = _groups(tuple(shape), first, first, group_size)
+    if groups.size < 0.75 * group_size:
+        groups = _groups(tuple(shape), first, last, group_size)
     if len(shape) > 2 and groups.size < group_size / 4:
         # Too few elements lie between the batch and the channels, as in (nodes, heads, features).
         channels = _groups(tuple(shape), len(shape) - 1, len(shape) - 1, group_size)

@@ -69,9 +69,10 @@ def test_groups_are_neighbours_off_batch_and_channels(
         _check_apart(labels, axis=0)
     by_channel = len(shape) >= 3 and groups.last == len(shape) - 1
     if len(shape) >= 3 and not by_channel:
-        _check_apart(labels, axis=-1)
-        labels = np.moveaxis(labels, -1, 1)[0, 0]
-    # Within one sample and channel, a group is one run of neighbours.
+        for axis in range(groups.last + 1, len(shape)):
+            _check_apart(labels, axis=axis)
+        labels = labels.reshape(*shape[: groups.last + 1], -1)[0, ..., 0]
+    # Within one sample and channel (and head), a group is one run of neighbours.
     assert (np.diff(labels.reshape(-1)) != 0).sum() == len(np.unique(labels)) - 1 or (
         len(shape) == 2 or by_channel
     )
