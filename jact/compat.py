@@ -15,7 +15,7 @@ import jax
 import optax
 from jax.extend import core as jex
 from jax.extend import source_info_util
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 import jact_kernels
 
@@ -178,6 +178,10 @@ def _lower_barrier(ctx: Any, *arrays: Any, num_always: int) -> Any:
 _barrier.def_impl(_apply_barrier)
 _barrier.def_abstract_eval(lambda *avals, num_always: list(avals))
 mlir.register_lowering(_barrier, _lower_barrier)
+ad.primitive_jvps[_barrier] = lambda primals, tangents, num_always: (
+    _barrier.bind(*primals, num_always=num_always),
+    list(tangents),
+)
 batching.primitive_batchers[_barrier] = lambda arrays, axes, num_always: (
     _barrier.bind(*arrays, num_always=num_always),
     axes,

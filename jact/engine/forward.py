@@ -93,15 +93,15 @@ def run_forward(
     settle([a for a in linearized.outputs if compat.is_var(a)])
     outputs = [programs.read(env, a) for a in linearized.outputs]
     return outputs, [
-        marks.write(code, _mark(entry, scope)) for code, entry in zip(codes, saved, strict=True)
+        marks.write(code, _marks(entry, scope)) for code, entry in zip(codes, saved, strict=True)
     ]
 
 
-def _mark(entry: Saved, scope: str) -> Mark:
-    if (mark := entry.value.mark) is not None:
-        return dataclasses.replace(mark, name=scope + mark.name)
+def _marks(entry: Saved, scope: str) -> list[Mark]:
+    if inner := entry.value.marks:
+        return [dataclasses.replace(mark, name=scope + mark.name) for mark in inner]
     aval = entry.value.aval
-    return Mark(
+    mark = Mark(
         name=scope + entry.name,
         in_loop=bool(scope),
         line=entry.line,
@@ -112,3 +112,4 @@ def _mark(entry: Saved, scope: str) -> Mark:
         dtype=str(aval.dtype),
         raw_bytes=entry.raw_bytes,
     )
+    return [mark]

@@ -44,7 +44,7 @@ class Value:
         rerun: whether a dear operation that is run again stands between it and its roots.
         mixed: whether it is put together of inexact and exact pieces (a class token before patches,
             zeros around an image) and so may hold parts of very different size.
-        mark: of what it is a code, when a compressed function inside of this one made it.
+        marks: of what it is a code, when a compressed function inside of this one made it.
     """
 
     var: Var
@@ -57,7 +57,7 @@ class Value:
     origin: Origin | int
     rerun: bool
     mixed: bool = False
-    mark: Mark | None = None
+    marks: tuple[Mark, ...] = ()
 
     @property
     def aval(self) -> Any:
@@ -67,8 +67,8 @@ class Value:
     @property
     def line(self) -> str:
         """The user's line that made it; looked up when asked for, as few values are saved."""
-        if self.mark is not None:
-            return self.mark.line
+        if self.marks:
+            return self.marks[0].line
         return compat.source_line(self.source) if self.source is not None else ""
 
     @property
@@ -178,8 +178,8 @@ class _Builder:
             if not dear and not made and not (roots and costs.is_dear(eqn)):
                 self._visit_free(eqn, out, base, roots, origin)
                 continue
-            if (mark := marks.find(eqn, position)) is not None:
-                self._add_code(eqn, out, mark)
+            if found := marks.find(eqn, position):
+                self._add_code(eqn, out, found)
                 continue
             pinned = self._why_pinned(eqn, out, dear, roots, rerun)
             statistic = costs.is_statistic(eqn) and not rerun
@@ -191,7 +191,7 @@ class _Builder:
                 self.graph.edges.extend((m.var, out) for m in made)
                 if costs.is_dear(eqn):
                     self.graph.rerun.add(out)
-        if eqn.primitive.name == "name" and marks.read(eqn) is None:
+        if eqn.primitive.name == "name" and not marks.read(eqn):
             self._tag(eqn, roots)
 
     def _visit_free(
@@ -304,8 +304,9 @@ class _Builder:
             var, base, source, pinned, roots, exact, codec, origin, rerun
         )
 
-    def _add_code(self, eqn: Equation, var: Var, mark: Mark) -> None:
+    def _add_code(self, eqn: Equation, var: Var, found: tuple[Mark, ...]) -> None:
         """Adds what a compressed function inside of this one saves; it stays as it is."""
+        mark = found[0]
         path = mark.name if mark.in_loop else f"{module_path(eqn)}{mark.name}"
         self.graph.names[var] = self._numbered(path)
         self.counts[path] += 1
@@ -319,7 +320,7 @@ class _Builder:
             codec=codecs.Keep(),
             origin=Origin.DATA,
             rerun=False,
-            mark=mark,
+            marks=found,
         )
 
     def _policy_name(self, name: str, roots: frozenset[Var], pinned: str) -> str:

@@ -46,44 +46,50 @@ class Mark:
     part: int = 0
 
 
-def write(code: Any, mark: Mark) -> Any:
+def write(code: Any, marks: Sequence[Mark]) -> Any:
     """Marks the arrays of a code, from part `mark.part` on.
 
     Marks are `jax.ad_checkpoint.checkpoint_name` tags.
+
+    Args:
+        code: the arrays.
+        marks: what they belong to. The branches of a `cond` share places, so that an array may
+            belong to one residual or another.
     """
     arrays, tree = jax.tree.flatten(code)
     for i, array in enumerate(arrays):
-        text = json.dumps(dataclasses.asdict(dataclasses.replace(mark, part=mark.part + i)))
-        arrays[i] = checkpoint_name(array, _PREFIX + text)
+        fields = [dataclasses.asdict(m) | {"part": m.part + i} for m in marks]
+        arrays[i] = checkpoint_name(array, _PREFIX + json.dumps(fields))
     return jax.tree.unflatten(tree, arrays)
 
 
-def read(eqn: Equation) -> Mark | None:
-    """The mark that an equation puts on its result."""
+def read(eqn: Equation) -> tuple[Mark, ...]:
+    """The marks that an equation puts on its result; none if it does not."""
     if eqn.primitive.name != "name" or not eqn.params["name"].startswith(_PREFIX):
-        return None
-    fields = json.loads(eqn.params["name"].removeprefix(_PREFIX))
-    return Mark(**(fields | {"shape": tuple(fields["shape"])}))
+        return ()
+    marks = json.loads(eqn.params["name"].removeprefix(_PREFIX))
+    return tuple(Mark(**(fields | {"shape": tuple(fields["shape"])})) for fields in marks)
 
 
-def find(eqn: Equation, position: int) -> Mark | None:
-    """The mark on a result of an equation, perhaps put inside of a loop or a call."""
-    if (mark := read(eqn)) is not None:
-        return mark
+def find(eqn: Equation, position: int) -> tuple[Mark, ...]:
+    """The marks on a result of an equation, perhaps put inside of a loop, a branch or a call."""
+    if found := read(eqn):
+        return found
+    marks: dict[str, Mark] = {}
     for jaxpr in jex.jaxprs_in_params(eqn.params):
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         if len(inner.outvars) == len(eqn.outvars):
-            mark = _find_inside(inner.eqns, inner.outvars[position])
-            if mark is not None:
-                return _repeated(mark, eqn, position, inner.outvars[position])
-    return None
+            result = inner.outvars[position]
+            for mark in _find_inside(inner.eqns, result):
+                marks.setdefault(mark.name, _repeated(mark, eqn, position, result))
+    return tuple(marks.values())
 
 
-def _find_inside(eqns: Sequence[Equation], result: Any) -> Mark | None:
+def _find_inside(eqns: Sequence[Equation], result: Any) -> tuple[Mark, ...]:
     for eqn in eqns:
         if compat.is_var(result) and result in eqn.outvars:
             return find(eqn, eqn.outvars.index(result))
-    return None
+    return ()
 
 
 def _repeated(mark: Mark, eqn: Equation, position: int, result: Any) -> Mark:

@@ -111,7 +111,7 @@ class Operands:
             encoded: whether the body should encode it.
         """
         if not compat.is_var(atom):
-            return Input(name, wanted=False)
+            return Input(name, encoded=encoded, wanted=encoded)
         origin = self._origins[atom]
         return Input(
             name,

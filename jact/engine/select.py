@@ -100,9 +100,10 @@ def select(linearized: Linearized, inputs: Sequence[Input], policy: Policy | Pla
     graph = graphs.build(linearized, inputs, basis)
     _warn_of_unused_rules(graph, basis)
     chosen = choose(graph, linearized)
-    if all(isinstance(graph.values[v].codec, codecs.Keep) for v in chosen):
+    needed = _needed(graph, linearized)
+    if all(isinstance(graph.values[v].codec, codecs.Keep) for v in chosen | needed):
         # Nothing would be smaller, so nothing is worth making again: save what JAX would.
-        chosen = _needed(graph, linearized)
+        chosen = needed
     saved = _name(graph, [v for v in graph.values if v in chosen])
     if isinstance(policy, Plan):
         saved = _apply(policy, saved)
@@ -214,5 +215,5 @@ def plan_of(saved: Sequence[Saved], policy: Policy | Plan) -> Plan:
 
 def _loop_marks(saved: Sequence[Saved]) -> list[Mark]:
     """The marks on what the bodies of loops save, one for each residual."""
-    found = [s.value.mark for s in saved if s.value.mark is not None]
-    return [mark for mark in found if mark.in_loop and mark.part == 0]
+    found = {mark.name: mark for s in saved for mark in s.value.marks if mark.in_loop}
+    return list(found.values())

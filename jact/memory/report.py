@@ -200,28 +200,31 @@ def _exact(function: Compressed) -> Compressed:
 
 def _rows(prepared: Prepared) -> list[Row]:
     """One row for each residual; the arrays of a code that was made inside make up one."""
-    rows: list[Row] = []
+    rows: dict[str, Row] = {}
     for entry in prepared.saved:
-        mark = entry.value.mark
-        if mark is None:
-            rows.append(_row(entry))
-        elif mark.part == 0 or not rows:
-            rows.append(_marked_row(entry, mark))
-        else:
-            total = rows[-1].saved_bytes + entry.stored_bytes
-            rows[-1] = dataclasses.replace(rows[-1], saved_bytes=total)
-    return rows
+        if not entry.value.marks:
+            rows[entry.name] = _row(entry)
+        for mark in entry.value.marks:
+            # What a user compressed may be called more than once, and entries are numbered; of one
+            # code, the first array comes first.
+            latest = next(reversed(rows), entry.name)
+            name = mark.name if mark.in_loop else entry.name if mark.part == 0 else latest
+            row = rows.get(name) or _marked_row(name, mark)
+            # Where branches share a place, it is counted once.
+            size = entry.stored_bytes if mark is entry.value.marks[0] else 0
+            rows[name] = dataclasses.replace(row, saved_bytes=row.saved_bytes + size)
+    return list(rows.values())
 
 
-def _marked_row(entry: Saved, mark: Mark) -> Row:
+def _marked_row(name: str, mark: Mark) -> Row:
     return Row(
-        name=entry.name,
-        line=entry.line,
+        name=name,
+        line=mark.line,
         shape=mark.shape,
         dtype=mark.dtype,
         bytes=mark.raw_bytes,
         codec=codecs.from_json(mark.codec).name,
-        saved_bytes=entry.stored_bytes,
+        saved_bytes=0,
         exact=bool(mark.exact),
         why=mark.exact or mark.reason,
     )

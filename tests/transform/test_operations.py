@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 import jact
 from tests.transform import cases
@@ -52,6 +53,53 @@ def cond(p: Any, x: jax.Array) -> jax.Array:
         jnp.tanh(x @ p[0]),
     )
     return jnp.sum(h**2) / ROWS
+
+
+def switch(p: Any, x: jax.Array) -> jax.Array:
+    branches = [jnp.sin, lambda h: jax.nn.relu(h @ p[1]), lambda h: lax.fori_loop(0, 2, step, h)]
+
+    def step(_: Any, h: jax.Array) -> jax.Array:
+        return jnp.tanh(h @ p[1])
+
+    h = x @ p[0]
+    for i in range(3):
+        h = lax.switch(jnp.int32(h[0, 0] > 99.0) + i, branches, h)
+    return jnp.sum(h**2) / ROWS
+
+
+def reversed_scan(p: Any, x: jax.Array) -> jax.Array:
+    def step(h: jax.Array, u: Any) -> Any:
+        w, b = u
+        return jax.nn.gelu(h @ w) + b, jnp.mean(h, 0)
+
+    h, means = lax.scan(step, x, (jnp.stack(p), jnp.stack([x, x[::-1]])), reverse=True)
+    return jnp.sum(h**2) / ROWS + jnp.sum(means**2)
+
+
+def checkpoint_in_scan(p: Any, x: jax.Array) -> jax.Array:
+    @jax.checkpoint
+    def step(h: jax.Array, w: jax.Array) -> Any:
+        return jnp.tanh(jax.nn.gelu(h @ w) @ w), None
+
+    return jnp.sum(lax.scan(step, x, jnp.stack(p))[0] ** 2) / ROWS
+
+
+def fused_attention(p: Any, x: jax.Array) -> jax.Array:
+    q, k = ((x @ w).reshape(4, 64, 4, 16) for w in p)
+    return jnp.sum(jax.nn.dot_product_attention(q, k, k, is_causal=True) ** 2) / ROWS
+
+
+def _double(x_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = x_ref[...] * 2.0
+
+
+@jax.custom_vjp
+def doubled(x: jax.Array) -> jax.Array:
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(_double, out_shape=shape, interpret=True)(x) * jnp.sin(x)
+
+
+doubled.defvjp(lambda x: (doubled(x), x), lambda x, g: (2.0 * g * (jnp.sin(x) + x * jnp.cos(x)),))
 
 
 def fori(p: Any, x: jax.Array) -> jax.Array:
@@ -149,6 +197,14 @@ OPERATIONS: dict[str, Any] = {
     "lstm": lstm,
     "map": lambda p, x: jnp.sum(lax.map(lambda row: jnp.tanh(row @ p[0]), x) ** 2) / ROWS,
     "cond": cond,
+    "switch": switch,
+    "reversed_scan": reversed_scan,
+    "checkpoint_in_scan": checkpoint_in_scan,
+    "dot_product_attention": fused_attention,
+    "pallas_call": lambda p, x: jnp.sum(doubled(x @ p[0]) @ p[1]) / ROWS,
+    "named_call": lambda p, x: (
+        jnp.sum(jax.named_call(lambda h: jnp.tanh(h @ p[1]), name="part")(x @ p[0]) ** 2) / ROWS
+    ),
     "fori_loop": fori,
     "while_loop": while_of_stopped,
     "custom_vjp_and_jvp": lambda p, x: (
