@@ -225,8 +225,13 @@ class _Residuals:
 
         results = [v for eqn in eqns for v in eqn.outvars]
         programs.evaluate(eqns, env, keep=results, after=hold)
+        # What a dear operation was run again from is decoded anew for its other readers: by then
+        # much else may have come and gone.
+        spent = set()
+        if any(v in self._held for v in results):
+            spent = {v for v in [*to_decode, *results] if v not in self._held and v not in wanted}
         for var in [*to_decode, *leaves, *results]:
-            if var not in self._inputs:
+            if var not in self._inputs and var not in spent:
                 self._made[var] = env[var]
                 self._last_use[var] = self._time
         return cotangents, gradients
