@@ -88,6 +88,11 @@ class Policy:
         min_bytes: residuals of fewer bytes are saved exactly. Under `jax.vmap` the bytes are those
             of one example, so lower it there. Small arrays cost little, and are often what the
             gradient is most sensitive to (biases, statistics, logits).
+        derivatives: whether what the backward pass reads of a nonlinear function (the derivative of
+            GELU, and its result where a product reads it) is saved itself, rather than made again
+            from a decoded argument. What is saved enters the gradient linearly, so that rounding it
+            at random leaves the gradient unbiased; but more is saved. None for where it pays: where
+            the default codec has two bits or fewer.
 
     Raises:
         ValueError: for an unknown preset or a negative `min_bytes`.
@@ -103,6 +108,7 @@ class Policy:
     rules: tuple[Rule, ...] = ()
     default: Action | str = "int4"
     min_bytes: int = 16384
+    derivatives: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Iterable):
@@ -118,8 +124,17 @@ class Policy:
             )
         if self.default != "keep":
             object.__setattr__(self, "default", _resolve(self.default, "default", ("keep",)))
+        if not (self.derivatives is None or isinstance(self.derivatives, bool)):
+            raise TypeError(f"derivatives must be a bool or None, got {self.derivatives!r}")
         if self.min_bytes < 0:
             raise ValueError(f"min_bytes must not be negative, got {self.min_bytes}")
+
+    @property
+    def saves_derivatives(self) -> bool:
+        """`derivatives`, or what None stands for."""
+        if self.derivatives is not None:
+            return self.derivatives
+        return getattr(self.default, "bits", 8) <= 2
 
     def action(self, name: str, shape: tuple[int, ...], dtype: Any) -> Action:
         """What the policy says of a residual: a codec, `"keep"` or `"recompute"`."""
@@ -150,7 +165,12 @@ def to_json(policy: Policy) -> dict[str, Any]:
         return value if isinstance(value, str) else codecs.to_json(value)
 
     rules = [dataclasses.asdict(r) | {"codec": action(r.codec)} for r in policy.rules]
-    return {"rules": rules, "default": action(policy.default), "min_bytes": policy.min_bytes}
+    return {
+        "rules": rules,
+        "default": action(policy.default),
+        "min_bytes": policy.min_bytes,
+        "derivatives": policy.derivatives,
+    }
 
 
 def from_json(data: dict[str, Any]) -> Policy:
@@ -160,4 +180,9 @@ def from_json(data: dict[str, Any]) -> Policy:
         return value if isinstance(value, str) else codecs.from_json(value)
 
     rules = tuple(Rule(**(r | {"codec": action(r["codec"])})) for r in data["rules"])
-    return Policy(rules=rules, default=action(data["default"]), min_bytes=data["min_bytes"])
+    return Policy(
+        rules=rules,
+        default=action(data["default"]),
+        min_bytes=data["min_bytes"],
+        derivatives=data.get("derivatives"),
+    )

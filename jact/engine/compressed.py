@@ -81,9 +81,11 @@ def prepare(
         run = compressed(body, [*constants, *body_inputs], outs, body_policy, name, scope)
         return functools.partial(run, *body.consts)
 
+    basis = policy.basis if isinstance(policy, Plan) else policy
     if rewritten:
         function = as_function(
-            closed, lambda program: Rewriter(program, inputs, compress_body).bind
+            closed,
+            lambda program: Rewriter(program, inputs, compress_body, basis.saves_derivatives).bind,
         )
     else:
         function = as_function(closed)

@@ -104,6 +104,77 @@ JOINS = {"add", "add_any", "sub"}
 #: Operations that put a result together of pieces.
 ASSEMBLING = {"concatenate", "pad", "dynamic_update_slice"}
 
+#: Operations on one element at a time.
+ELEMENTWISE = {
+    "abs",
+    "add",
+    "add_any",
+    "asinh",
+    "atan",
+    "convert_element_type",
+    "copy",
+    "cos",
+    "cosh",
+    "div",
+    "erf",
+    "erfc",
+    "exp",
+    "exp2",
+    "expm1",
+    "integer_pow",
+    "log",
+    "log1p",
+    "logistic",
+    "max",
+    "min",
+    "mul",
+    "name",
+    "neg",
+    "pow",
+    "rsqrt",
+    "sin",
+    "sinh",
+    "sqrt",
+    "square",
+    "sub",
+    "tan",
+    "tanh",
+}
+
+#: Operations that are linear in all their operands together.
+LINEAR = {
+    "add",
+    "add_any",
+    "broadcast_in_dim",
+    "concatenate",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "cumsum",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "expand_dims",
+    "gather",
+    "imag",
+    "name",
+    "neg",
+    "optimization_barrier",
+    "pad",
+    "real",
+    "reduce_sum",
+    "reshape",
+    "rev",
+    "select_n",
+    "sharding_constraint",
+    "slice",
+    "squeeze",
+    "sub",
+    "transpose",
+}
+
+#: Operations that are linear in each operand by itself.
+MULTILINEAR = {"mul", "dot_general", "conv_general_dilated"}
+
 #: A reduction to less than this fraction of its operand makes a statistic (a mean, a variance),
 #: which is saved exactly.
 STATISTIC_FRACTION = 1 / 16
@@ -137,6 +208,16 @@ def is_singular(eqn: Equation, inexact: set[jex.Var]) -> bool:
     if eqn.primitive.name == "integer_pow":
         return eqn.params["y"] < 0
     return eqn.primitive.name in SINGULAR
+
+
+def is_linear(eqn: Equation, inexact: set[jex.Var]) -> bool:
+    """Whether an equation is linear in its `inexact` operands."""
+    if eqn.primitive.name in LINEAR:
+        return True
+    operands = [a for a in eqn.invars if compat.is_var(a) and a in inexact]
+    if eqn.primitive.name == "div":
+        return operands == eqn.invars[:1]
+    return eqn.primitive.name in MULTILINEAR and len(operands) == 1
 
 
 def is_statistic(eqn: Equation) -> bool:

@@ -133,6 +133,9 @@ class _Builder:
         self.counts: Counter[str] = Counter()
         # Values that follow cheaply from inputs which the backward pass gets inexactly: from which.
         self.inexact: dict[Var, frozenset[Var]] = {}
+        # Nonlinear functions of what is stored inexactly.
+        self.nonlinear: set[Var] = set()
+        self.residuals = {a for a in linearized.residuals if compat.is_var(a)}
 
     def build(self) -> Graph:
         self.origins.update(dict.fromkeys(self.program.consts, Origin.DATA))
@@ -156,6 +159,10 @@ class _Builder:
             self.origins[out] = (
                 self.origins[operand] if compat.is_var(operand) else Origin.GENERATED
             )
+            if compat.is_var(operand) and operand in self.inexact:
+                self.inexact[out] = self.inexact[operand]
+            if compat.is_var(operand) and operand in self.nonlinear:
+                self.nonlinear.add(out)
             if made is not None:
                 self.graph.values[out] = dataclasses.replace(made, var=out, pinned="")
                 self.graph.edges.append((operand, out))
@@ -251,6 +258,10 @@ class _Builder:
         inexact = {v for v in programs.operands(eqn) if self._roots(v)}
         if costs.is_singular(eqn, inexact):
             return "a singular function"
+        if not costs.is_linear(eqn, inexact) or not self.nonlinear.isdisjoint(inexact):
+            self.nonlinear.add(out)
+            if self.policy.saves_derivatives and out in self.residuals:
+                return "a derivative"
         return ""
 
     def _mixes(self, eqn: Equation, made: Sequence[Value]) -> bool:

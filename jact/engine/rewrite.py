@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jact import compat
-from jact.engine import control_flow
+from jact.engine import control_flow, derivatives
 from jact.engine.control_flow import CompressBody
 from jact.engine.graph import module_path, numbered
 from jact.engine.origins import Input, Operands
@@ -24,15 +24,27 @@ from jact.engine.program import Equation, Program, Var
 class Rewriter:
     """Applies the equations of one program, or what takes their place; the results are the same."""
 
-    def __init__(self, program: Program, inputs: Sequence[Input], compress_body: CompressBody):
+    def __init__(
+        self,
+        program: Program,
+        inputs: Sequence[Input],
+        compress_body: CompressBody,
+        with_derivatives: bool = False,
+    ):
         self._operands = Operands(program, inputs)
         self._compress_body = compress_body
         self._entered: Counter[str] = Counter()
         self._softmaxes = _find_softmaxes(program.eqns)
         self._exponents: dict[Var, Any] = {s.numerator: None for s in self._softmaxes.values()}
+        activations = derivatives.find(program) if with_derivatives else {}
+        self._activations = {v: a for v, a in activations.items() if v not in self._exponents}
+        self._arguments: dict[Var, Any] = {a.argument: None for a in self._activations.values()}
 
     def bind(self, eqn: Equation, args: Sequence[Any]) -> list[Any]:
         """Applies an equation to its operands."""
+        for atom, arg in zip(eqn.invars, args, strict=True):
+            if compat.is_var(atom) and atom in self._arguments:
+                self._arguments[atom] = arg
         if control_flow.can_enter(eqn):
             base = f"{module_path(eqn)}{eqn.primitive.name}"
             name = numbered(base, self._entered[base])
@@ -46,7 +58,12 @@ class Rewriter:
                 return [_softmax(eqn, softmax, self._exponents[softmax.numerator], args)]
         if eqn.outvars and eqn.outvars[0] in self._exponents:
             self._exponents[eqn.outvars[0]] = args[0]
-        return compat.bind_equation(eqn, args)
+        results = compat.bind_equation(eqn, args)
+        if eqn.outvars and (activation := self._activations.get(eqn.outvars[0])) is not None:
+            argument = self._arguments[activation.argument]
+            with compat.equation_context(eqn):
+                results = [derivatives.apply(activation, argument, results[0])]
+        return results
 
 
 @dataclasses.dataclass(frozen=True)
