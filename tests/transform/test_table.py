@@ -113,6 +113,20 @@ def test_training_in_a_scan(case: Case) -> None:
     cases.assert_close(values_got, values_want, 0.01)
 
 
+def test_loss_scaling() -> None:
+    """float16 with a scaled loss, as mixed-precision training has it: the scale drops out."""
+    half = jax.tree.map(lambda p: p.astype(jnp.float16), cases.PARAMS)
+    x, scale = cases.X.astype(jnp.float16), jnp.float32(1024)
+
+    def scaled(params: Any) -> jax.Array:
+        return cases.half_net(params, x) * scale
+
+    value, grads = jax.jit(jact_value_and_grad(scaled))(half)
+    unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+    want = jax.jit(jax.value_and_grad(lambda p: cases.net_in_float32(p, cases.X)))(cases.PARAMS)
+    cases.assert_close((value / scale, unscaled), want, 0.02)
+
+
 def test_accumulated_micro_batches_in_a_scan() -> None:
     batches = cases.X.reshape(2, cases.ROWS // 2, cases.WIDTH)
 
