@@ -1,6 +1,7 @@
 """Quantisation at 1, 2, 4 or 8 bits per element."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -9,19 +10,21 @@ import jact_kernels as kernels
 from jact.codecs.base import is_float
 
 BITS = (1, 2, 4, 8)
+_RANGE_NAMES = {"bfloat16": "", "float32": "-f32", "uint8": "-u8"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantize:
     """Stores floating-point arrays as small integers between the ends of each group's range.
 
-    The code is (codes, low ends, steps). The codes keep the array's shape, so they shard as the
-    array does; the ranges cost 32 bits per group. Method: Liu et al., "GACT" (ICML 2022), with the
-    stored range rounded outwards before the codes are made, which keeps the result unbiased. See
-    `jact_kernels.quantize`.
+    The code is the codes, followed by the ranges: by default low ends and steps. The codes keep the
+    array's shape, so they shard as the array does; the ranges cost 32 bits per group. Method: Liu
+    et al., "GACT" (ICML 2022), with the stored range rounded outwards before the codes are made,
+    which keeps the result unbiased. See `jact_kernels.quantize`.
 
     Raises:
-      ValueError: `bits` is not one of 1, 2, 4 and 8, or `group_size` is below four.
+      ValueError: `bits` is not one of 1, 2, 4 and 8, `group_size` is below four, or `ranges` is
+        unknown, or "float32" with `zero_edge`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -42,58 +45,66 @@ class Quantize:
     group_size: int = 64
     # Rounding at random keeps gradients unbiased; to the nearest halves the greatest error.
     stochastic: bool = True
+    # Along which axis groups lie; None chooses among those between the batch and the channels. A
+    # negative one means the same under `vmap`. Only on request do groups cross the batch.
+    axis: int | None = None
+    # Whether the signs of all elements survive, after Chakrabarti and Moseley, "Backprop with
+    # Approximate Activations" (NeurIPS 2019): no code crosses zero, and zero itself counts as
+    # negative in groups with both signs. The price is bias near zero.
+    zero_edge: bool = False
+    # How ranges are stored: "bfloat16" takes 32 bits per group, "float32" 48 (for narrow groups far
+    # from zero), "uint8" 16 and a little, as ranges are stored relative to those around.
+    ranges: str = "bfloat16"
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise ValueError(f"bits must be one of {BITS}, got {self.bits!r}")
         if self.group_size < 4:
             raise ValueError(f"group_size must be at least 4, got {self.group_size}")
+        if self.ranges not in _RANGE_NAMES:
+            raise ValueError(f"ranges must be one of {tuple(_RANGE_NAMES)}, got {self.ranges!r}")
+        if self.zero_edge and self.ranges == "float32":
+            raise ValueError('with zero_edge a low end needs no 32 bits, got ranges="float32"')
 
     @property
     def name(self) -> str:
         """The preset, with what differs from the default appended: "int4/32", "int4-nearest"."""
         group = "" if self.group_size == 64 else f"/{self.group_size}"
-        return f"int{self.bits}{group}{'' if self.stochastic else '-nearest'}"
+        axis = "" if self.axis is None else f"@{self.axis}"
+        rounding = "" if self.stochastic else "-nearest"
+        edge = "-edge" if self.zero_edge else ""
+        return f"int{self.bits}{group}{axis}{rounding}{edge}{_RANGE_NAMES[self.ranges]}"
 
     def supports(self, shape: tuple[int, ...], dtype: DTypeLike) -> bool:
         """Whether it is a floating-point array that divides into groups of four or more."""
-        return is_float(dtype) and kernels.plan_groups(shape, self.group_size) is not None
+        return (
+            is_float(dtype) and kernels.plan_groups(shape, self.group_size, self.axis) is not None
+        )
 
-    def encode(self, x: jax.Array, seed: int | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the codes, and the low end and step of each group."""
+    def encode(self, x: jax.Array, seed: int | jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the codes, and the arrays that store the range of each group."""
         return kernels.quantize(
-            x,
-            bits=self.bits,
-            group_size=self.group_size,
-            seed=seed,
-            stochastic=self.stochastic,
+            x, bits=self.bits, seed=seed, stochastic=self.stochastic, **self._layout
         )
 
     def decode(
-        self,
-        code: tuple[jax.Array, jax.Array, jax.Array],
-        shape: tuple[int, ...],
-        dtype: DTypeLike,
+        self, code: tuple[jax.Array, ...], shape: tuple[int, ...], dtype: DTypeLike
     ) -> jax.Array:
         """Returns the array, off by at most one step per element."""
-        codes, low, step = code
-        return kernels.dequantize(
-            codes,
-            low,
-            step,
-            shape=shape,
-            dtype=dtype,
-            bits=self.bits,
-            group_size=self.group_size,
-        )
+        return kernels.dequantize(*code, shape=shape, dtype=dtype, bits=self.bits, **self._layout)
 
     def nbytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         """The bytes of codes and ranges; the dtype makes no difference."""
         del dtype
-        return kernels.quantized_nbytes(shape, bits=self.bits, group_size=self.group_size)
+        return kernels.quantized_nbytes(shape, bits=self.bits, **self._layout)
 
     def variance(self, x: jax.Array) -> jax.Array:
-        """The variance of stochastic rounding, or the squared error of rounding to the nearest."""
+        """The expected squared error: with `zero_edge` or to the nearest, bias included."""
         return kernels.rounding_variance(
-            x, bits=self.bits, group_size=self.group_size, stochastic=self.stochastic
+            x, bits=self.bits, stochastic=self.stochastic, **self._layout
         )
+
+    @property
+    def _layout(self) -> dict[str, Any]:
+        fields = ("group_size", "axis", "zero_edge", "ranges")
+        return {field: getattr(self, field) for field in fields}

@@ -69,8 +69,8 @@ def resolve(codec: str | Codec) -> Codec:
 
     Example:
       >>> from jact.codecs import resolve
-      >>> resolve("int4")
-      Quantize(bits=4, group_size=64, stochastic=True)
+      >>> resolve("fp8")
+      Cast(dtype='float8_e4m3fn')
     """
     if isinstance(codec, str):
         if codec not in PRESETS:
@@ -92,9 +92,9 @@ def to_json(codec: Codec) -> dict[str, Any]:
       ValueError: the class is not registered.
 
     Example:
-      >>> from jact.codecs import Quantize, to_json
-      >>> to_json(Quantize(bits=2))
-      {'kind': 'quantize', 'bits': 2, 'group_size': 64, 'stochastic': True}
+      >>> from jact.codecs import Cast, to_json
+      >>> to_json(Cast())
+      {'kind': 'cast', 'dtype': 'bfloat16'}
     """
     if not _is_registered(codec):
         raise ValueError(f"{type(codec).__name__} is not registered; known: {tuple(_KINDS)}")
@@ -117,8 +117,8 @@ def from_json(data: dict[str, Any]) -> Codec:
 
     Example:
       >>> from jact.codecs import from_json
-      >>> from_json({"kind": "quantize", "bits": 8})
-      Quantize(bits=8, group_size=64, stochastic=True)
+      >>> from_json({"kind": "quantize", "bits": 8}).name
+      'int8'
     """
     values = dict(data)
     kind = values.pop("kind", None)

@@ -55,7 +55,9 @@ class Groups:
         return math.prod(self.grid_shape)
 
 
-def plan_groups(shape: tuple[int, ...], group_size: int = 64) -> Groups | None:
+def plan_groups(
+    shape: tuple[int, ...], group_size: int = 64, axis: int | None = None
+) -> Groups | None:
     """Divides an array into groups of about `group_size` neighbouring elements.
 
     The leading axis (the batch) is never in a group of an array of two or more axes, and the last
@@ -68,10 +70,12 @@ def plan_groups(shape: tuple[int, ...], group_size: int = 64) -> Groups | None:
       shape: the shape of the array.
       group_size: how many elements a group should have; the result lies within a factor of four
         where the shape allows it.
+      axis: the one axis along which groups are to lie, whatever the above; it may be the leading
+        one, and negative as in NumPy.
 
     Returns:
       The groups, or None for an array that cannot be divided so: a scalar, an array without
-      elements, or one where a group would have fewer than four elements.
+      elements, one without that axis, or one where a group would have fewer than four elements.
 
     Example:
       >>> from jact_kernels import plan_groups
@@ -85,11 +89,18 @@ def plan_groups(shape: tuple[int, ...], group_size: int = 64) -> Groups | None:
       49
       >>> plan_groups((5000, 4, 256)).split_shape  # Nodes, heads, features.
       (5000, 4, 4, 64)
+      >>> plan_groups((16, 512, 768), axis=-1).split_shape
+      (16, 512, 12, 64)
       >>> plan_groups(()) is None
       True
     """
     if not shape or 0 in shape:
         return None
+    if axis is not None:
+        if not -len(shape) <= axis < len(shape):
+            return None
+        groups = _groups(tuple(shape), axis % len(shape), axis % len(shape), group_size)
+        return groups if groups.size >= MIN_GROUP else None
     first, last = _groupable_axes(len(shape))
     groups = _groups(tuple(shape), first, first, group_size)
     if groups.size < 0.75 * group_size:

@@ -267,5 +267,7 @@ def test_errors() -> None:
         with pytest.raises(ValueError, match="cannot be divided into groups"):
             quantize(jnp.ones(shape), bits=4)
     code = jax.eval_shape(functools.partial(quantize, bits=4), x)
-    with pytest.raises(ValueError, match=r"has ranges of shape \(2, 4, 3\) at group_size 16"):
+    with pytest.raises(
+        ValueError, match=r"has ranges of shapes \[\(2, 4, 3\), .* at group_size 16"
+    ):
         dequantize(*code, shape=x.shape, dtype=x.dtype, bits=4, group_size=16)

@@ -5,15 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jact_kernels.grouping import Groups, plan_groups
+from jact_kernels.grouping import plan_groups
 from jact_kernels.implementations import check_implementation
 from jact_kernels.mask import mask_nbytes
 from jact_kernels.noise import Seed
 from jact_kernels.quantize import reference
+from jact_kernels.quantize.ranges import STORAGES, Scheme
 
 BITS = (1, 2, 4, 8)
-RANGE_NBYTES = 4
-"""Bytes per group: a bfloat16 low end and a bfloat16 step."""
 
 
 def quantize(
@@ -21,10 +20,13 @@ def quantize(
     *,
     bits: int,
     group_size: int = 64,
+    axis: int | None = None,
     seed: Seed = 0,
     stochastic: bool = True,
+    zero_edge: bool = False,
+    ranges: str = "bfloat16",
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Quantises an array in groups, each between its own least and greatest element.
 
     The range is rounded outwards to bfloat16 first, and the codes are made with the rounded range,
@@ -41,19 +43,37 @@ def quantize(
     groups decode to finite values, up to the limits of float32. At 1 bit a group whose range
     exceeds the greatest bfloat16 is cut to it from above.
 
+    With `zero_edge`, no code crosses zero: numbers above zero are decoded to numbers above zero,
+    and numbers below to numbers below. Every range reaches to zero. In a group with both signs zero
+    is halfway between two codes, and counts as negative; in a group of one sign zeros come back as
+    zeros. The price is bias near zero, where an element can be rounded to one side alone: its error
+    is still at most one step, and everywhere else the mean is exact. (At 1 bit there is nothing to
+    draw in a group of both signs, and every element moves to one of two numbers.) After Chakrabarti
+    and Moseley, "Backprop with Approximate Activations" (NeurIPS 2019), where the range is fixed
+    and rounding is to the nearest.
+
     Args:
       x: a float16, bfloat16, float32 or float64 array with at least one axis and one element. It
         is computed with in float32; float64 magnitudes beyond float32's count as infinite.
       bits: 1, 2, 4 or 8 bits per element.
       group_size: about how many elements share a range.
+      axis: along which axis a group lies, which may be the leading one; those that `plan_groups`
+        chooses when None.
       seed: which stream of noise to round with; a Python integer or an integer scalar array.
       stochastic: whether to round at random, up or down, so that the mean is exact; otherwise to
         the nearest.
+      zero_edge: whether signs are to survive.
+      ranges: how ranges are stored. "bfloat16" takes 32 bits per group (24 with `zero_edge` below 8
+        bits). "float32" takes 48, for groups far from zero and narrow, whose low end bfloat16 would
+        round away: 1000 plus or minus 0.1 is stored as 996 to 1000.1 without it. "uint8" takes 16
+        and a little, as the ranges of about 32 groups are stored relative to each other; where
+        there are fewer than four groups besides the batch, it is "bfloat16".
       implementation: None or "auto" for the best one, or "xla".
 
     Returns:
       The codes, in the shape of `x` and of dtype uint8, uint4 or uint2 (for 1 bit, packed by
-      `pack_mask`), and the low end and the step of each group, bfloat16.
+      `pack_mask`), followed by the arrays that store the ranges: by default the low end and the
+      step of each group, bfloat16.
 
     Raises:
       ValueError: `bits` or the implementation is unknown, or the shape cannot be grouped.
@@ -72,33 +92,36 @@ def quantize(
     """
     check_implementation(implementation)
     _check_float(x.dtype)
-    groups = _groups(x.shape, bits, group_size)
+    scheme = _scheme(x.shape, bits, group_size, axis, stochastic, zero_edge, ranges)
     # An array even where it is static, so that different seeds share one trace.
     seed_array = np.uint32(seed % 2**32) if isinstance(seed, int) else seed
-    return reference.quantize(x, groups=groups, bits=bits, seed=seed_array, stochastic=stochastic)
+    return reference.quantize(x, scheme=scheme, seed=seed_array)
 
 
 def dequantize(
     codes: jax.Array,
-    low: jax.Array,
-    step: jax.Array,
-    *,
+    *stored: jax.Array,
     shape: tuple[int, ...],
     dtype: DTypeLike,
     bits: int,
     group_size: int = 64,
+    axis: int | None = None,
+    zero_edge: bool = False,
+    ranges: str = "bfloat16",
     implementation: str | None = None,
 ) -> jax.Array:
     """Decodes what `quantize` returned.
 
     Args:
       codes: the codes.
-      low: the low end of each group, bfloat16.
-      step: the step of each group, bfloat16.
+      *stored: the arrays that store the ranges.
       shape: the shape of the array that was quantised.
       dtype: the floating-point dtype to return. What it cannot hold is cut to its finite range.
       bits: as given to `quantize`.
       group_size: as given to `quantize`.
+      axis: as given to `quantize`.
+      zero_edge: as given to `quantize`.
+      ranges: as given to `quantize`.
       implementation: None or "auto" for the best one, or "xla".
 
     Returns:
@@ -118,28 +141,40 @@ def dequantize(
     """
     check_implementation(implementation)
     _check_float(dtype)
-    groups = _groups(shape, bits, group_size)
-    if low.shape != groups.grid_shape or step.shape != groups.grid_shape:
+    scheme = _scheme(shape, bits, group_size, axis, True, zero_edge, ranges)
+    expected = [entry.shape for entry in scheme.stored]
+    if (given := [entry.shape for entry in stored]) != expected:
         raise ValueError(
-            f"an array of shape {shape} has ranges of shape {groups.grid_shape} at group_size "
-            f"{group_size}, got {low.shape} and {step.shape}"
+            f"an array of shape {shape} has ranges of shapes {expected} at group_size "
+            f"{group_size}, got {given}"
         )
-    return reference.dequantize(codes, low, step, groups=groups, bits=bits, dtype=jnp.dtype(dtype))
+    return reference.dequantize(codes, *stored, scheme=scheme, dtype=jnp.dtype(dtype))
 
 
 def rounding_variance(
-    x: jax.Array, *, bits: int, group_size: int = 64, stochastic: bool = True
+    x: jax.Array,
+    *,
+    bits: int,
+    group_size: int = 64,
+    axis: int | None = None,
+    stochastic: bool = True,
+    zero_edge: bool = False,
+    ranges: str = "bfloat16",
 ) -> jax.Array:
     """The squared error that `quantize` is expected to make in each element.
 
     For stochastic rounding it is `step**2 * f * (1 - f)`, where f is the place of the element
-    between two codes; for rounding to the nearest it is the square of the actual error.
+    between two codes; for rounding to the nearest it is the square of the actual error. With
+    `zero_edge` it is the expected squared error, bias included.
 
     Args:
       x: the array, as for `quantize`.
       bits: as for `quantize`.
       group_size: as for `quantize`.
+      axis: as for `quantize`.
       stochastic: as for `quantize`.
+      zero_edge: as for `quantize`.
+      ranges: as for `quantize`.
 
     Returns:
       A float32 array of the shape of `x`; NaN in groups with a NaN or an infinity.
@@ -155,11 +190,19 @@ def rounding_variance(
       [0.0, 0.1875, 0.25, 0.0]
     """
     _check_float(x.dtype)
-    groups = _groups(x.shape, bits, group_size)
-    return reference.rounding_variance(x, groups=groups, bits=bits, stochastic=stochastic)
+    scheme = _scheme(x.shape, bits, group_size, axis, stochastic, zero_edge, ranges)
+    return reference.rounding_variance(x, scheme=scheme)
 
 
-def quantized_nbytes(shape: tuple[int, ...], *, bits: int, group_size: int = 64) -> int:
+def quantized_nbytes(
+    shape: tuple[int, ...],
+    *,
+    bits: int,
+    group_size: int = 64,
+    axis: int | None = None,
+    zero_edge: bool = False,
+    ranges: str = "bfloat16",
+) -> int:
     """The bytes that the codes and ranges of `quantize` take in a compiled program.
 
     XLA stores uint4 and uint2 packed; `Array.nbytes` counts a whole byte for each.
@@ -168,6 +211,9 @@ def quantized_nbytes(shape: tuple[int, ...], *, bits: int, group_size: int = 64)
       shape: the shape of the array to be quantised.
       bits: as for `quantize`.
       group_size: as for `quantize`.
+      axis: as for `quantize`.
+      zero_edge: as for `quantize`.
+      ranges: as for `quantize`.
 
     Raises:
       ValueError: `bits` is unknown, or the shape cannot be grouped.
@@ -177,22 +223,38 @@ def quantized_nbytes(shape: tuple[int, ...], *, bits: int, group_size: int = 64)
       >>> quantized_nbytes((16, 512, 768), bits=4) / (16 * 512 * 768 * 4)
       0.140625
     """
-    groups = _groups(shape, bits, group_size)
+    scheme = _scheme(shape, bits, group_size, axis, True, zero_edge, ranges)
+    groups = scheme.groups
     packed = -(-groups.count * groups.size * bits // 8)
-    codes = mask_nbytes(shape) if bits == 1 else packed
-    return codes + groups.count * RANGE_NBYTES
+    return scheme.nbytes + (mask_nbytes(shape) if bits == 1 else packed)
 
 
-def _groups(shape: tuple[int, ...], bits: int, group_size: int) -> Groups:
+def _scheme(
+    shape: tuple[int, ...],
+    bits: int,
+    group_size: int,
+    axis: int | None,
+    stochastic: bool,
+    zero_edge: bool,
+    ranges: str,
+) -> Scheme:
     if bits not in BITS:
         raise ValueError(f"bits must be one of {BITS}, got {bits}")
-    groups = plan_groups(shape, group_size)
+    if ranges not in STORAGES:
+        raise ValueError(f"ranges must be one of {STORAGES}, got {ranges!r}")
+    if zero_edge and ranges == "float32":
+        raise ValueError('with zero_edge a low end needs no 32 bits, got ranges="float32"')
+    groups = plan_groups(shape, group_size, axis)
     if groups is None:
+        along = "" if axis is None else f" along axis {axis}"
         raise ValueError(
-            f"an array of shape {shape} cannot be divided into groups at group_size {group_size}; "
-            "it takes at least one axis besides a batch and at least four elements in a group"
+            f"an array of shape {shape} cannot be divided into groups at group_size {group_size}"
+            f"{along}; it takes at least one axis besides a batch and at least four elements in a "
+            "group"
         )
-    return groups
+    return Scheme(
+        groups=groups, bits=bits, stochastic=stochastic, zero_edge=zero_edge, storage=ranges
+    )
 
 
 def _check_float(dtype: DTypeLike) -> None:
