@@ -5,10 +5,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jact.codecs.average import Average
 from jact.codecs.base import Codec
 from jact.codecs.cast import Cast
 from jact.codecs.keep import Keep
 from jact.codecs.mask import Mask
+from jact.codecs.offload import Offload
+from jact.codecs.pool import Pool
+from jact.codecs.pool_residual import PoolResidual
 from jact.codecs.quantize import Quantize
 
 PRESETS: Mapping[str, Codec] = MappingProxyType(
@@ -20,6 +24,13 @@ PRESETS: Mapping[str, Codec] = MappingProxyType(
         "bf16": Cast(dtype="bfloat16"),
         "fp8": Cast(dtype="float8_e4m3fn"),
         "fp8_e5m2": Cast(dtype="float8_e5m2"),
+        "pool2": Pool(window=2),
+        "pool4": Pool(window=4),
+        "pool2-int8": Pool(window=2, inner=Quantize(bits=8)),
+        "hybrid2": PoolResidual(bits=2),
+        "avg4-int2": Average(neighbours=4, bits=2),
+        "offload": Offload(),
+        "offload-int4": Offload(inner=Quantize(bits=4)),
         "keep": Keep(),
         "mask": Mask(),
     }
@@ -143,3 +154,7 @@ register("quantize", Quantize)
 register("mask", Mask)
 register("cast", Cast)
 register("keep", Keep)
+register("pool", Pool)
+register("pool_residual", PoolResidual)
+register("average", Average)
+register("offload", Offload)

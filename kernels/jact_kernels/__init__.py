@@ -2,16 +2,20 @@
 
 from jact_kernels.grouping import Groups, plan_groups
 from jact_kernels.mask import mask_nbytes, pack_mask, unpack_mask
+from jact_kernels.pool import average_pool, pooled_shape, repeat_windows
 from jact_kernels.quantize import dequantize, quantize, quantized_nbytes, rounding_variance
 
 __all__ = [
     "Groups",
+    "average_pool",
     "dequantize",
     "mask_nbytes",
     "pack_mask",
     "plan_groups",
+    "pooled_shape",
     "quantize",
     "quantized_nbytes",
+    "repeat_windows",
     "rounding_variance",
     "unpack_mask",
 ]

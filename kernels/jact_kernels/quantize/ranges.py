@@ -137,8 +137,8 @@ def restore(stored: Stored, scheme: Scheme) -> Range:
     if not scheme.zero_edge and second is not None:
         low, step, base, unit, greatest = stored
         return Range(_low_end(low, base, unit, second), _restore_steps(step, greatest, second))
-    low, *steps = stored
-    step = steps[0].astype(jnp.float32) if second is None else _restore_steps(*steps, second)
+    low, step = stored[:2]
+    step = step.astype(jnp.float32) if second is None else _restore_steps(step, stored[2], second)
     if not scheme.zero_edge:
         return Range(low.astype(jnp.float32), step)
     twice_zero = low.astype(jnp.int32)
