@@ -1,12 +1,12 @@
-"""The command line: `python -m benchmarks {peak,time,fidelity} ...`."""
+"""The command line: `python -m benchmarks {peak,time,fidelity,frontier} ...`."""
 
 import argparse
 from collections.abc import Sequence
 
 import jact.memory
-from benchmarks import fidelity, options, output, peak, time
+from benchmarks import fidelity, frontier, options, output, peak, time
 
-COMMANDS = {"peak": peak, "time": time, "fidelity": fidelity}
+COMMANDS = {"peak": peak, "time": time, "fidelity": fidelity, "frontier": frontier}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except jact.memory.MissingPluginError as error:
         parser.error(str(error))
     output.write(chosen.command, rows, command.COLUMNS, chosen.json)
+    if hasattr(command, "finish"):
+        command.finish(rows, chosen)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from benchmarks import output
+from benchmarks.images import natural
 from benchmarks.options import Case, positive
 
 COLUMNS: output.Columns = {
@@ -22,12 +23,17 @@ COLUMNS: output.Columns = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command alone."""
     parser.add_argument("--draws", type=positive, default=1, help="draws of parameters and batch")
+    parser.add_argument(
+        "--images",
+        choices=("noise", "natural"),
+        default="noise",
+        help="white noise, or images with the spectrum of natural ones",
+    )
 
 
 def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields a result for each policy of the case."""
-    task = case.task("off")
-    draws = [task.arguments(seed) for seed in range(chosen.draws)]
+    draws = [arguments(case, seed, chosen.images) for seed in range(chosen.draws)]
     plain = [flat_gradient(jax.jit(case.gradient("off")), draw) for draw in draws]
     for policy in case.policies:
         output.announce(f"differentiating {case.model} with {policy}")
@@ -41,6 +47,14 @@ def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
             cosine=float(np.mean([cosine(*pair) for pair in pairs])),
             relative_error=float(np.mean([relative_error(*pair) for pair in pairs])),
         )
+
+
+def arguments(case: Case, seed: int, images: str) -> tuple[Any, Any, Any]:
+    """Returns parameters, state and batch, with natural images if there are images at all."""
+    params, state, batch = case.task("off").arguments(seed)
+    if images == "natural" and "images" in batch:
+        batch = batch | {"images": jax.numpy.asarray(natural(np.asarray(batch["images"])))}
+    return params, state, batch
 
 
 def flat_gradient(gradient: Callable[..., Any], arguments: tuple[Any, ...]) -> np.ndarray:

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 import jact
-import jact.policy
+import jact.presets
 from benchmarks.models import DTYPES, MODELS, Task
 
 # "off" is plain JAX; "remat" is plain JAX with every block of the model in `nn.remat`.
-POLICIES = tuple(dict.fromkeys(("off", "remat", *jact.policy.PRESETS)))
+POLICIES = tuple(dict.fromkeys(("off", "remat", *jact.presets.NAMES)))
 
 
 @dataclasses.dataclass(frozen=True)

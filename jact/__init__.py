@@ -1,6 +1,6 @@
 """jact: trains JAX and Flax models in a fraction of the activation memory."""
 
-from jact import codecs, memory
+from jact import codecs, memory, presets
 from jact.memory.report import Report, report
 from jact.plan import Plan
 from jact.policy import Policy, Rule
@@ -18,6 +18,7 @@ __all__ = [
     "grad",
     "make_plan",
     "memory",
+    "presets",
     "report",
     "value_and_grad",
 ]

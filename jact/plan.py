@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jact import codecs, policy
+from jact import codecs, policy, presets
 from jact.codecs import Codec
-from jact.policy import PRESETS, Policy
+from jact.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +110,13 @@ def resolve(policy: PolicyLike) -> Policy | Plan | None:
     if isinstance(policy, str):
         if policy == "off":
             return None
-        if policy not in PRESETS:
+        if policy not in presets.NAMES:
             raise ValueError(
-                f"policy must be one of {', '.join(PRESETS)}, or a codec, a jact.Policy or a "
+                f"policy must be one of {', '.join(presets.NAMES)}, or a codec, a jact.Policy or a "
                 f"jact.Plan; got {policy!r}"
             )
+        if policy in presets.POLICIES:
+            return presets.POLICIES[policy]
         return Policy(default=policy)
     if isinstance(policy, Codec):
         return Policy(default=policy)

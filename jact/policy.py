@@ -15,9 +15,14 @@ from jact.codecs import Codec
 #: What a rule may say besides a codec.
 type Action = Codec | Literal["keep", "recompute"]
 
-#: The presets that name a policy: "off" leaves the function alone, the others store every residual
-#: with one codec.
-PRESETS = ("off", "int8", "int4", "int2", "int1", "bf16", "fp8", "fp8_e5m2")
+#: The codecs that name a policy, which stores every residual with that one; and "off", which leaves
+#: the function alone. `jact.presets` has further policies.
+PRESETS = (
+    "off",
+    *("int8", "int4", "int2", "int1", "avg4-int2"),
+    *("bf16", "fp8", "fp8_e5m2"),
+    *("offload", "offload-int4"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Rule:
         rank: only residuals of this number of axes; any when None.
         min_size: only residuals of at least this many elements.
         max_size: only residuals of at most this many elements; any when None.
+        required: whether to warn where no residual matches.
 
     >>> import jact
     >>> rule = jact.Rule("attention/*", "int8", rank=4)
@@ -46,6 +52,7 @@ class Rule:
     rank: int | None = None
     min_size: int = 0
     max_size: int | None = None
+    required: bool = True
 
     def __post_init__(self) -> None:
         if self.codec not in ("keep", "recompute"):
@@ -144,9 +151,10 @@ class Policy:
         return self.default  # type: ignore[return-value]
 
     def unused_rules(self, residuals: Iterable[tuple[str, tuple[int, ...], Any]]) -> list[Rule]:
-        """The rules that match none of the residuals, each given as (name, shape, dtype)."""
+        """The required rules that match none of the residuals, each a (name, shape, dtype)."""
         residuals = list(residuals)
-        return [rule for rule in self.rules if not any(rule.matches(*r) for r in residuals)]
+        required = (rule for rule in self.rules if rule.required)
+        return [rule for rule in required if not any(rule.matches(*r) for r in residuals)]
 
 
 def _resolve(codec: Any, argument: str, words: tuple[str, ...]) -> Codec:

@@ -55,15 +55,13 @@ class Cast:
     def encode(self, x: jax.Array, seed: int | jax.Array) -> jax.Array:
         """Returns the array in the shorter dtype; the seed makes no difference."""
         del seed
-        wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
-        limit = jnp.asarray(float(jnp.finfo(self.dtype).max), wide.dtype)
-        saturated = jnp.where(jnp.isfinite(wide), jnp.clip(wide, -limit, limit), wide)
-        return saturated.astype(self.dtype)
+        return _saturating_cast(x, self.dtype)
 
     def decode(self, code: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         """Returns the array in its own dtype."""
         del shape
-        return code.astype(dtype)
+        # The greatest float16 is rounded up to a bfloat16 that float16 cannot hold.
+        return _saturating_cast(code, dtype) if dtype == jnp.float16 else code.astype(dtype)
 
     def nbytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         """One or two bytes per element."""
@@ -74,6 +72,14 @@ class Cast:
         """The squared error, as the rounding is not random."""
         y = self.decode(self.encode(x, 0), x.shape, jnp.float32)
         return jnp.square(y - x.astype(jnp.float32))
+
+
+def _saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Converts an array; finite elements become finite ones."""
+    wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+    limit = jnp.asarray(float(jnp.finfo(dtype).max), wide.dtype)
+    saturated = jnp.where(jnp.isfinite(wide), jnp.clip(wide, -limit, limit), wide)
+    return saturated.astype(dtype)
 
 
 def _dtype_name(dtype: DTypeLike) -> str:

@@ -50,11 +50,19 @@ class Offload:
 
     def encode(self, x: jax.Array, seed: int | jax.Array) -> Any:
         """Returns the inner code, in host memory."""
-        return jax.device_put(self.inner.encode(x, seed), jax.memory.Space.Host)
+        return self.send(self.inner.encode(x, seed))
 
     def decode(self, code: Any, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         """Fetches the code and decodes it."""
-        return self.inner.decode(jax.device_put(code, jax.memory.Space.Device), shape, dtype)
+        return self.inner.decode(self.fetch(code), shape, dtype)
+
+    def send(self, code: Any) -> Any:
+        """Puts an inner code into host memory."""
+        return jax.device_put(code, jax.memory.Space.Host)
+
+    def fetch(self, code: Any) -> Any:
+        """Puts a code from host memory into the device's."""
+        return jax.device_put(code, jax.memory.Space.Device)
 
     def nbytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         """The bytes of the inner code: in host memory, and over the bus twice."""

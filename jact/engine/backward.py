@@ -204,7 +204,7 @@ class _Residuals:
         # Weights, which several devices may have to gather before they use them; they do so once.
         weights = [v for v in inputs if is_differentiable(v.aval.dtype)]
         others = [v for v in inputs if v not in weights]
-        codes = [self._saved[v][1] for v in to_decode]
+        codes = [self._fetched(v) for v in to_decode]
         # Without the barrier XLA would decode everything at once, when the backward pass begins, or
         # share the forward pass's own copy of what is made again, and keep it alive until here.
         (codes, other_values, cotangents), (weight_values, gradients) = compat.barrier(
@@ -215,7 +215,8 @@ class _Residuals:
         env.update(zip([*others, *weights], [*other_values, *weight_values], strict=True))
         for var, code in zip(to_decode, codes, strict=True):
             entry, _ = self._saved[var]
-            env[var] = entry.codec.decode(code, var.aval.shape, var.aval.dtype)
+            codec = entry.codec.inner if isinstance(entry.codec, codecs.Offload) else entry.codec
+            env[var] = codec.decode(code, var.aval.shape, var.aval.dtype)
             self._time += not isinstance(entry.codec, codecs.Keep | codecs.Mask)
 
         def hold(eqn: Equation) -> None:
@@ -235,6 +236,14 @@ class _Residuals:
                 self._made[var] = env[var]
                 self._last_use[var] = self._time
         return cotangents, gradients
+
+    def _fetched(self, var: Var) -> Any:
+        """The code of a saved value, on the device.
+
+        Fetching does not wait for cotangents, so that it can overlap with what comes before.
+        """
+        entry, code = self._saved[var]
+        return entry.codec.fetch(code) if isinstance(entry.codec, codecs.Offload) else code
 
     def _forget(self) -> None:
         for var in [v for v in self._made if self._last_use[v] < self._time - _WINDOW]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jact import codecs, compat
+from jact.codecs import Codec
 from jact.engine import costs, marks
 from jact.engine import program as programs
 from jact.engine.linearize import Linearized, is_differentiable
@@ -48,7 +49,8 @@ def run_forward(
     def encode(var: Any) -> None:
         if (i := index.get(var)) is None:
             return
-        codes[i] = saved[i].codec.encode(lax.stop_gradient(env[var]), seeds[i])
+        codec = _on_device(saved[i].codec)
+        codes[i] = codec.encode(lax.stop_gradient(env[var]), seeds[i])
         # What is saved as it is needs no haste: it is its own code.
         if not isinstance(saved[i].codec, codecs.Keep):
             unsettled.append(i)
@@ -93,8 +95,21 @@ def run_forward(
     settle([a for a in linearized.outputs if compat.is_var(a)])
     outputs = [programs.read(env, a) for a in linearized.outputs]
     return outputs, [
-        marks.write(code, _marks(entry, scope)) for code, entry in zip(codes, saved, strict=True)
+        marks.write(_sent(code, entry.codec), _marks(entry, scope))
+        for code, entry in zip(codes, saved, strict=True)
     ]
+
+
+def _on_device(codec: Codec) -> Codec:
+    return codec.inner if isinstance(codec, codecs.Offload) else codec
+
+
+def _sent(code: Any, codec: Codec) -> Any:
+    """A code where its codec keeps it.
+
+    It leaves for the host only now, as XLA does not follow a transfer through a barrier.
+    """
+    return codec.send(code) if isinstance(codec, codecs.Offload) else code
 
 
 def _marks(entry: Saved, scope: str) -> list[Mark]:

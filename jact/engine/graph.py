@@ -382,7 +382,9 @@ def storage(action: Action, aval: Any) -> tuple[Codec, str]:
         return codecs.Keep(), "the policy keeps it"
     if not action.supports(aval.shape, aval.dtype):
         return codecs.Keep(), f"{action.name} does not store such arrays"
-    if action.nbytes(aval.shape, aval.dtype) >= raw_bytes(aval):
+    # In host memory an array as large as before is a gain for the device.
+    offloaded = isinstance(action, codecs.Offload)
+    if action.nbytes(aval.shape, aval.dtype) >= raw_bytes(aval) and not offloaded:
         return codecs.Keep(), f"{action.name} would not be smaller"
     return action, ""
 

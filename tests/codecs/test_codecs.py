@@ -14,12 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jact import codecs
-from jact.codecs import PRESETS, Cast, Codec, Keep, Mask, Quantize
+from jact.codecs import PRESETS, Cast, Codec, Keep, Mask, Offload, Pool, PoolResidual, Quantize
+from jact.testing import check_codec
 
 FLOATS = ("float32", "bfloat16", "float16")
 OTHERS = ("bool", "int32", "uint8", "complex64")
-SHAPES = [(), (0,), (3, 0, 4), (5,), (7, 96), (2, 64, 3), (2, 3, 4, 5, 6)]
-ALL: list[Codec] = [*PRESETS.values(), Quantize(bits=4, group_size=16, stochastic=False)]
+ALL: list[Codec] = [
+    *PRESETS.values(),
+    Quantize(bits=4, group_size=16, stochastic=False),
+    Quantize(bits=4, zero_edge=True),
+    Quantize(bits=2, axis=-1, ranges="float32"),
+    Quantize(bits=8, ranges="uint8", zero_edge=True, stochastic=False),
+    Pool(window=3, axes=(-2, -1), inner=Cast()),
+    PoolResidual(window=8, average=Cast()),
+    Offload(inner=Mask()),
+]
 
 parametrize_codec = pytest.mark.parametrize("codec", ALL, ids=lambda codec: codec.name)
 
@@ -30,31 +39,8 @@ def sample(shape: tuple[int, ...], dtype: str, seed: int = 0) -> jax.Array:
 
 
 @parametrize_codec
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_supported_survives(codec: Codec, shape: tuple[int, ...]) -> None:
-    dtypes = [dtype for dtype in FLOATS + OTHERS if codec.supports(shape, dtype)]
-    for dtype in dtypes[:1] if codec.supports(shape, "float32") else dtypes:
-        check_survives(codec, shape, dtype)
-
-
-@parametrize_codec
-def test_every_supported_dtype_survives(codec: Codec) -> None:
-    for dtype in FLOATS + OTHERS:
-        if codec.supports((2, 64, 3), dtype):
-            check_survives(codec, (2, 64, 3), dtype)
-
-
-def check_survives(codec: Codec, shape: tuple[int, ...], dtype: str) -> None:
-    x = sample(shape, dtype)
-    round_trip = jax.jit(
-        lambda x: (codec.decode(codec.encode(x, 5), shape, dtype), codec.variance(x))
-    )
-    y, variance = round_trip(x)
-    assert y.shape == shape and y.dtype == x.dtype
-    assert variance.shape == shape and variance.dtype == jnp.float32
-    error = np.abs(np.asarray(y, np.complex128) - np.asarray(x, np.complex128))
-    spread = float(np.ptp(np.asarray(x, np.complex128).real)) if x.size else 0.0
-    assert (error <= spread * 1.02 + 0.1).all()
+def test_codec_keeps_its_promises(codec: Codec) -> None:
+    check_codec(codec)
 
 
 @pytest.mark.parametrize(
@@ -78,37 +64,12 @@ def test_quantize_refuses_what_does_not_divide_into_groups() -> None:
         assert not Quantize().supports(shape, jnp.float32)
 
 
-@parametrize_codec
-@pytest.mark.parametrize("shape", [(4, 64, 24), (3, 35, 5)])
-def test_nbytes_is_what_xla_stores(codec: Codec, shape: tuple[int, ...]) -> None:
-    dtype = "bool" if isinstance(codec, Mask) else "float32"
-    encode = jax.jit(functools.partial(codec.encode, seed=1))
-    compiled = encode.lower(jax.ShapeDtypeStruct(shape, dtype)).compile()
-    memory = compiled.memory_analysis()
-    assert memory is not None
-    stored = memory.output_size_in_bytes
-    assert 0 <= stored - codec.nbytes(shape, dtype) <= 3 * 8
-
-
 def test_keep_counts_packed_integers_and_keys() -> None:
     assert Keep().nbytes((3, 5), jnp.uint4) == 8
     assert Keep().nbytes((3, 5), jnp.uint2) == 4
     assert Keep().nbytes((3, 5), bool) == 15
     assert Keep().nbytes((3,), jax.random.key(0).dtype) == 24
     assert Keep().nbytes((3,), jax.dtypes.float0) == 0
-
-
-@parametrize_codec
-def test_transformations_agree(codec: Codec) -> None:
-    x = sample((3, 4, 64, 6), "bool" if isinstance(codec, Mask) else "float32")
-
-    def round_trip(row: jax.Array) -> jax.Array:
-        return codec.decode(codec.encode(row, 1), row.shape, row.dtype)
-
-    expected = jnp.stack([jax.jit(round_trip)(row) for row in x])
-    assert (jax.jit(jax.vmap(round_trip))(x) == expected).all()
-    _, scanned = jax.lax.scan(lambda carry, row: (carry, round_trip(row)), None, x)
-    assert (scanned == expected).all()
 
 
 @pytest.mark.parametrize("name", ["int1", "int2", "int4", "int8"])
@@ -142,8 +103,10 @@ def test_float64() -> None:
     with jax.enable_x64(True):
         x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64, 3)))
         for codec in ALL:
-            if isinstance(codec, Mask):
+            if isinstance(codec, Mask) or codec == Offload(inner=Mask()):
                 continue
+            if codec == Quantize(bits=2, axis=-1, ranges="float32"):
+                continue  # Three channels are too few for a group.
             assert codec.supports(x.shape, x.dtype)
             code = jax.jit(codec.encode)(x, jnp.uint32(1))
             y = jax.jit(codec.decode, static_argnums=(1, 2))(code, x.shape, x.dtype)
@@ -156,19 +119,6 @@ def test_names_are_unique_and_short() -> None:
     for name, codec in PRESETS.items():
         assert codec.name == name
     assert Quantize(bits=2, group_size=32, stochastic=False).name == "int2/32-nearest"
-
-
-def test_codecs_follow_the_protocol() -> None:
-    for codec in ALL:
-        assert isinstance(codec, Codec)
-        assert hash(codec) == hash(codecs.from_json(codecs.to_json(codec)))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Quantize().bits = 8  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@parametrize_codec
-def test_json_round_trip(codec: Codec) -> None:
-    assert codecs.from_json(json.loads(json.dumps(codecs.to_json(codec)))) == codec
 
 
 @settings(deadline=None, max_examples=25)

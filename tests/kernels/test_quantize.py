@@ -185,6 +185,23 @@ def test_a_bad_group_never_spreads(dtype: str, bits: int) -> None:
     assert (np.isnan(variance_of(jnp.asarray(spoilt), bits=bits)) == group).all()
 
 
+@pytest.mark.parametrize("shape", [(2, 64, 32), (2, 8, 8, 64), (2, 16, 2, 32, 32), (8, 256)])
+def test_no_nan_is_lost(shape: tuple[int, ...]) -> None:
+    """XLA's vectorised minimum and maximum on a CPU lose NaN, wherever it is."""
+    x = np.asarray(normal(shape))
+    places = np.random.default_rng(1).integers(x.size, size=10)
+    spoilt = np.repeat(x[None], len(places), axis=0)
+    for row, place in zip(spoilt, places, strict=True):
+        row.flat[place] = math.nan
+    decode = jax.jit(jax.vmap(lambda x: round_trip_in_bits(x, 4)))
+    y = np.asarray(decode(jnp.asarray(spoilt))).reshape(len(places), -1)
+    assert np.isnan(y[np.arange(len(places)), places]).all()
+
+
+def round_trip_in_bits(x: jax.Array, bits: int) -> jax.Array:
+    return dequantize(*quantize(x, bits=bits), shape=x.shape, dtype=x.dtype, bits=bits)
+
+
 @pytest.mark.parametrize("bits", [1, 4])
 def test_jit_eager_vmap_and_scan_agree(bits: int) -> None:
     x = normal((3, 4, 96, 10))

@@ -123,7 +123,12 @@ def clamp(codes: jax.Array, x: jax.Array, levels: int, twice_zero: jax.Array | N
 
 def _stored_ranges(x: jax.Array, scheme: Scheme) -> ranges.Stored:
     axes = scheme.groups.axes
-    return ranges.store(jnp.min(x, axis=axes), jnp.max(x, axis=axes), scheme)
+    low, high, total = (reduce(x, axis=axes) for reduce in (jnp.min, jnp.max, jnp.sum))
+    # XLA's minimum and maximum drop NaN where it vectorises them on a CPU; its sum does not. Of
+    # elements so large that their sum may overflow, a NaN there says nothing.
+    limit = jnp.float32(float(jnp.finfo(jnp.float32).max) / scheme.groups.size)
+    hidden = jnp.isnan(total) & (jnp.maximum(jnp.abs(low), jnp.abs(high)) < limit)
+    return ranges.store(jnp.where(hidden, jnp.float32(jnp.nan), low), high, scheme)
 
 
 def _narrow(codes: jax.Array, bits: int) -> jax.Array:
