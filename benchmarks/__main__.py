@@ -1,12 +1,18 @@
-"""The command line: `python -m benchmarks {peak,time,fidelity,frontier} ...`."""
+"""The command line: `python -m benchmarks {peak,time,fidelity,frontier,codecs} ...`."""
 
 import argparse
 from collections.abc import Sequence
 
 import jact.memory
-from benchmarks import fidelity, frontier, options, output, peak, time
+from benchmarks import codecs, fidelity, frontier, options, output, peak, time
 
-COMMANDS = {"peak": peak, "time": time, "fidelity": fidelity, "frontier": frontier}
+COMMANDS = {
+    "peak": peak,
+    "time": time,
+    "fidelity": fidelity,
+    "frontier": frontier,
+    "codecs": codecs,
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -20,7 +26,10 @@ def make_parser() -> argparse.ArgumentParser:
             description=module.__doc__,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        options.add_shared(command)
+        if module is codecs:
+            options.add_json(command)
+        else:
+            options.add_shared(command)
         module.add_options(command)
     return parser
 
@@ -31,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     command = COMMANDS[chosen.command]
     try:
-        rows = [row for case in options.cases(chosen) for row in command.measure(case, chosen)]
+        if command is codecs:
+            rows = list(codecs.run(chosen))
+        else:
+            rows = [row for case in options.cases(chosen) for row in command.measure(case, chosen)]
     except jact.memory.MissingPluginError as error:
         parser.error(str(error))
     output.write(chosen.command, rows, command.COLUMNS, chosen.json)

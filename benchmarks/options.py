@@ -71,6 +71,11 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="f32", help="what the model computes in")
     parser.add_argument("--batch", type=positive, help="examples; None is the model's own number")
     parser.add_argument("--layers", type=positive, help="blocks; None is the model's own number")
+    add_json(parser)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that says where results go."""
     parser.add_argument("--json", metavar="FILE", help='where to write the results; "-" is stdout')
 
 

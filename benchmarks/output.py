@@ -64,5 +64,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]], columns: Columns) -> rich
 
 
 def _label(row: Mapping[str, Any]) -> str:
+    if "label" in row:
+        return str(row["label"])
     sizes = f"{row['dtype']}, batch {row['batch']}, {row['layers']} layers, {row['target']}"
     return f"{row['model']}\n[dim]{sizes}[/dim]"

@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -69,6 +70,15 @@ def is_float(dtype: DTypeLike) -> bool:
 def dtype_of(dtype: DTypeLike) -> Any:
     """The dtype object of anything that names one; extended dtypes pass through."""
     return dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jnp.dtype(dtype)
+
+
+def materialized(x: jax.Array) -> jax.Array:
+    """The array, kept in memory on a CPU before anything is made from it.
+
+    XLA for CPUs would compute it anew in each of the loops that read it, and does not vectorise
+    reductions of what it computes on the way. Elsewhere a barrier would only cost memory.
+    """
+    return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
 
 
 def array_nbytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:

@@ -20,9 +20,9 @@ class Offload:
     of 4 bits crosses the bus eight times faster than a float32 array. This is what Liu et al.,
     "GACT" (ICML 2022) call swapping.
 
-    Loops (`lax.scan`) offload on every accelerator. Layers written out one by one do on TPUs; XLA
-    for GPUs may undo the transfers, which `jact.report` and `jact.memory.analyze` say. On a CPU,
-    where the host's memory is the device's, nothing is gained and nothing is lost.
+    It is for loops (`lax.scan`). For layers written out one by one XLA for GPUs drops the
+    transfers, which `jact.report` and `jact.memory.analyze` say, and XLA for TPUs keeps them
+    without a lower peak. On a CPU the host's memory is the device's, and nothing changes.
 
     Example:
       >>> import jax.numpy as jnp

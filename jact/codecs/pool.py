@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 import jact_kernels as kernels
-from jact.codecs.base import Codec, array_nbytes, is_float
+from jact.codecs.base import Codec, array_nbytes, is_float, materialized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Pool:
     def encode(self, x: jax.Array, seed: int | jax.Array) -> Any:
         """Returns the averages, or their code."""
         pooled = kernels.average_pool(x, window=self.window, axes=self._axes(x.shape))
-        return pooled if self.inner is None else self.inner.encode(pooled, seed)
+        return pooled if self.inner is None else self.inner.encode(materialized(pooled), seed)
 
     def decode(self, code: Any, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         """Returns the averages, each repeated over its window."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jact.codecs.base import Codec
+from jact.codecs.base import Codec, materialized
 from jact.codecs.pool import Pool
 from jact.codecs.quantize import Quantize
 
@@ -61,12 +61,12 @@ class PoolResidual:
         """Returns the averages and the code of the difference."""
         pooled = self._pool.encode(x, seed)
         # The ranges differ, and hence the noise.
-        return pooled, self.residual.encode(self._difference(x, pooled), seed)
+        return pooled, self.residual.encode(materialized(self._difference(x, pooled)), seed)
 
     def decode(self, code: tuple[Any, Any], shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         """Returns the sum of both."""
         pooled, residual = code
-        average = self._pool.decode(pooled, shape, jnp.float32)
+        average = materialized(self._pool.decode(pooled, shape, jnp.float32))
         difference = self.residual.decode(residual, shape, jnp.float32)
         limit = jnp.float32(min(float(jnp.finfo(kind).max) for kind in (jnp.float32, dtype)))
         total = jnp.clip(average + difference, -limit, limit)

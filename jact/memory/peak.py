@@ -26,7 +26,8 @@ class MemoryAnalysis:
         output_bytes: size of the outputs.
         alias_bytes: the part of the outputs that lies in donated arguments.
         host_temp_bytes: peak of the temporary buffers in host memory (offloaded arrays). A CPU has
-            no other memory than the host's and reports 0.
+            no other memory than the host's and reports 0. Elsewhere, 0 for a program that offloads
+            says that the compiler dropped the transfers: XLA for GPUs does so outside of loops.
         compile_seconds: time to trace, lower and compile.
         compiled: the program, for its text (`as_text`) and cost (`cost_analysis`). Arguments that
             are not arrays may be compiled in, so its signature need not be the function's.

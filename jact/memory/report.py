@@ -21,6 +21,7 @@ from jact.engine.program import Equation, Var
 from jact.engine.select import Saved
 from jact.engine.trace import function_name
 from jact.memory import report_render
+from jact.memory.peak import analyze
 from jact.memory.peak import peak as compiled_peak
 from jact.plan import Plan, PolicyLike
 from jact.policy import Policy
@@ -42,6 +43,7 @@ class Row:
         saved_bytes: what is saved of it.
         exact: whether the backward pass sees the value that the forward pass made, bit for bit.
         why: why it is exact or, if it is not, why it is saved rather than made again from others.
+        offloaded: whether what is saved of it is sent to host memory.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Row:
     saved_bytes: int
     exact: bool
     why: str
+    offloaded: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,10 +65,12 @@ class Peak:
     Attributes:
         plain_bytes: under plain JAX.
         bytes: with jact.
+        host_bytes: with jact, in host memory; None for a CPU, which has no other.
     """
 
     plain_bytes: int
     bytes: int
+    host_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +107,11 @@ class Report:
     def saved_bytes(self) -> int:
         """What is saved in all, after encoding."""
         return sum(row.saved_bytes for row in self.rows)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """The part of `saved_bytes` that is sent to host memory."""
+        return sum(row.saved_bytes for row in self.rows if row.offloaded)
 
     @property
     def ratio(self) -> float:
@@ -227,6 +237,7 @@ def _marked_row(name: str, mark: Mark) -> Row:
         saved_bytes=0,
         exact=bool(mark.exact),
         why=mark.exact or mark.reason,
+        offloaded=isinstance(codecs.from_json(mark.codec), codecs.Offload),
     )
 
 
@@ -241,6 +252,7 @@ def _row(entry: Saved) -> Row:
         saved_bytes=entry.stored_bytes,
         exact=bool(entry.exact),
         why=entry.exact or entry.reason,
+        offloaded=isinstance(entry.codec, codecs.Offload),
     )
 
 
@@ -318,7 +330,9 @@ def _peak(function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     plain = compiled_peak(_gradient(plain_function), args, kwargs)
     if function.policy is None:
         return Peak(plain_bytes=plain, bytes=plain)
-    return Peak(plain_bytes=plain, bytes=compiled_peak(_gradient(function), args, kwargs))
+    ours = analyze(_gradient(function), args, kwargs)
+    host = None if jax.default_backend() == "cpu" else ours.host_temp_bytes
+    return Peak(plain_bytes=plain, bytes=ours.temp_bytes, host_bytes=host)
 
 
 def _gradient(function: Compressed) -> Callable[..., Any]:

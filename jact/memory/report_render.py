@@ -74,6 +74,8 @@ def sentences(report: Report) -> Iterator[str]:
         size = format_bytes(sum(row.saved_bytes for row in exact))
         values = _count(len(report.rows), "value")
         yield f"Exact: {len(exact)} of {values}, {size} of what is saved."
+    if report.offloaded_bytes:
+        yield _offloaded(report)
     if report.reference_arrays:
         arguments = _count(report.reference_arrays, "argument")
         size = format_bytes(report.reference_bytes)
@@ -106,6 +108,20 @@ def _peak(report: Report) -> str:
         less = _times_less(report.peak.plain_bytes, report.peak.bytes)
         return f"Compiled peak of the gradient: {ours} with jact, {plain} without{less}."
     return f"The compiled peak of the gradient is not lower: {ours} with jact, {plain} without."
+
+
+def _offloaded(report: Report) -> str:
+    words = f"Of that, {format_bytes(report.offloaded_bytes)} is sent to host memory."
+    if report.peak is None:
+        return words
+    if report.peak.host_bytes is None:
+        return f"{words} A CPU has no other, so it stays where it is."
+    if report.peak.host_bytes == 0:
+        return (
+            f"{words} But the compiler dropped the transfers, and it stays on the device: XLA for "
+            "GPUs does so outside of loops. Put the layers into a lax.scan."
+        )
+    return f"{words} The compiled program keeps {format_bytes(report.peak.host_bytes)} there."
 
 
 def _times_less(before: int, after: int) -> str:

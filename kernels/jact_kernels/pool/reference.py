@@ -26,8 +26,13 @@ def average_pool(
         x = x * _shares(x.shape, axis, window).astype(x.dtype)
     padding = [(0, shape[a] * window - n if a in axes else 0) for a, n in enumerate(x.shape)]
     x = jnp.pad(x, padding) if any(after for _, after in padding) else x
-    split, places = _split(shape, window, axes)
-    return jnp.sum(x.reshape(split), axis=places).astype(dtype)
+    # Sums of slices, not reductions: XLA for CPUs runs those five times slower.
+    for axis in axes:
+        split = (*x.shape[:axis], shape[axis], window, *x.shape[axis + 1 :])
+        x = x.reshape(split)
+        slices = [lax.index_in_dim(x, i, axis + 1, keepdims=False) for i in range(window)]
+        x = functools.reduce(jnp.add, slices)
+    return x.astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "window", "axes"))

@@ -63,6 +63,9 @@ def dequantize(codes: jax.Array, *stored: jax.Array, scheme: Scheme, dtype: DTyp
         codes = unpack_mask(codes, groups.shape)
     codes = codes.astype(jnp.float32).reshape(groups.split_shape)
     group = ranges.restore(stored, scheme)
+    if scheme.second is not None:
+        # Else it is restored for each element anew.
+        group = lax.optimization_barrier(group)
     # Half the value is computed, as the product alone may exceed float32 where the sum does not.
     half_low, half_step = (_spread(_half(end), groups) for end in group[:2])
     limit = jnp.float32(min(float(jnp.finfo(kind).max) for kind in (jnp.float32, dtype)) / 2)
@@ -128,7 +131,9 @@ def _stored_ranges(x: jax.Array, scheme: Scheme) -> ranges.Stored:
     # elements so large that their sum may overflow, a NaN there says nothing.
     limit = jnp.float32(float(jnp.finfo(jnp.float32).max) / scheme.groups.size)
     hidden = jnp.isnan(total) & (jnp.maximum(jnp.abs(low), jnp.abs(high)) < limit)
-    return ranges.store(jnp.where(hidden, jnp.float32(jnp.nan), low), high, scheme)
+    low = jnp.where(hidden, jnp.float32(jnp.nan), low)
+    # The barrier keeps a compiler from reducing the groups anew for each reader of their ends.
+    return ranges.store(*lax.optimization_barrier((low, high)), scheme)
 
 
 def _narrow(codes: jax.Array, bits: int) -> jax.Array:
