@@ -133,7 +133,8 @@ def _stored_ranges(x: jax.Array, scheme: Scheme) -> ranges.Stored:
     hidden = jnp.isnan(total) & (jnp.maximum(jnp.abs(low), jnp.abs(high)) < limit)
     low = jnp.where(hidden, jnp.float32(jnp.nan), low)
     # The barrier keeps a compiler from reducing the groups anew for each reader of their ends.
-    return ranges.store(*lax.optimization_barrier((low, high)), scheme)
+    low, high = lax.optimization_barrier((low, high))
+    return ranges.store(low, high, scheme)
 
 
 def _narrow(codes: jax.Array, bits: int) -> jax.Array:
