@@ -30,8 +30,8 @@ class PoolResidual:
 
     Example:
       >>> from jact.codecs import PoolResidual
-      >>> PoolResidual().nbytes((128, 32, 32, 64), "float32") * 8 / (128 * 32 * 32 * 64)
-      2.578125
+      >>> round(PoolResidual().nbytes((128, 32, 32, 64), "float32") * 8 / (128 * 32 * 32 * 64), 2)
+      2.58
     """
 
     # Along each axis, how many neighbours share an average; and those axes, as for `Pool`.
