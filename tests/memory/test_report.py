@@ -410,6 +410,7 @@ class TestPrinted:
             "saved_bytes": INT4_BYTES,
             "exact": False,
             "why": "a dear operation",
+            "offloaded": False,
         }
         assert jact.report(linear_loss)(W, X).to_json()["peak"] is None
 
