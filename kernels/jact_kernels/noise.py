@@ -14,6 +14,9 @@ from jax import lax
 Seed = int | np.integer | jax.Array
 """A Python integer, or a scalar array of an integer dtype; taken modulo 2**32."""
 
+INDEX_FACTOR = 0x9E3779B1
+"""What a row-major index is multiplied by, so that neighbours differ in many bits."""
+
 
 def random_bits(
     shape: tuple[int, ...], seed: Seed, group_bits: jax.Array | None = None
@@ -43,13 +46,13 @@ def random_bits(
 
 def group_key(seed: Seed, group_bits: jax.Array) -> jax.Array:
     """One key per group: a hash as long as the one per element, for far fewer entries."""
-    key = _finalise(_as_uint32(seed) ^ jnp.uint32(0x9E3779B9))
-    return _finalise(group_bits ^ jnp.broadcast_to(key, group_bits.shape))
+    key = finalise(_as_uint32(seed) ^ jnp.uint32(0x9E3779B9))
+    return finalise(group_bits ^ jnp.broadcast_to(key, group_bits.shape))
 
 
 def random_bits_of(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Random bits, one word per element, from the keys that `group_key` made."""
-    return _finalise(_index(shape) ^ jnp.broadcast_to(key, shape))
+    return finalise(_index(shape) ^ jnp.broadcast_to(key, shape))
 
 
 def uniform(shape: tuple[int, ...], seed: Seed, group_bits: jax.Array | None = None) -> jax.Array:
@@ -87,7 +90,7 @@ def _index(shape: tuple[int, ...]) -> jax.Array:
     the array would have to hold whole.
     """
     index = jnp.zeros(shape, jnp.uint32)
-    stride = 0x9E3779B1
+    stride = INDEX_FACTOR
     for axis in reversed(range(len(shape))):
         position = lax.broadcasted_iota(jnp.uint32, shape, axis)
         index = index + position * jnp.uint32(stride % 2**32)
@@ -95,7 +98,12 @@ def _index(shape: tuple[int, ...]) -> jax.Array:
     return index
 
 
-def _finalise(x: jax.Array) -> jax.Array:
+def spread_index(index: jax.Array) -> jax.Array:
+    """The int32 row-major index of elements, as `random_bits_of` mixes it with the key."""
+    return lax.bitcast_convert_type(index, jnp.uint32) * jnp.uint32(INDEX_FACTOR)
+
+
+def finalise(x: jax.Array) -> jax.Array:
     """Spreads every input bit over the upper output bits."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
     return (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)

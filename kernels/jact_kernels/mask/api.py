@@ -1,10 +1,11 @@
 """Packs booleans eight to a byte, along one axis and in place."""
 
+import functools
 import math
 
 import jax
 
-from jact_kernels.implementations import check_implementation
+from jact_kernels import implementations
 from jact_kernels.mask import reference
 
 
@@ -17,7 +18,7 @@ def pack_mask(mask: jax.Array, *, implementation: str | None = None) -> jax.Arra
 
     Args:
       mask: a boolean array of any shape.
-      implementation: None or "auto" for the best one, or "xla".
+      implementation: None or "auto", "xla", "pallas" or "triton"; see `use_implementation`.
 
     Returns:
       A uint8 array of `mask_nbytes(mask.shape)` bytes, with the axes of `mask` (one for a scalar).
@@ -36,10 +37,10 @@ def pack_mask(mask: jax.Array, *, implementation: str | None = None) -> jax.Arra
       >>> bool((unpack_mask(packed, mask.shape) == mask).all())
       True
     """
-    check_implementation(implementation)
+    choices = implementations.select("pack_mask", implementation, {"shape": mask.shape})
     if mask.dtype != bool:
         raise TypeError(f"mask must be a boolean array, got dtype {mask.dtype}")
-    return reference.pack_mask(mask)
+    return implementations.run(choices, reference.pack_mask, mask)
 
 
 def unpack_mask(
@@ -50,7 +51,7 @@ def unpack_mask(
     Args:
       packed: the uint8 array that `pack_mask` returned.
       shape: the shape of the mask that was packed.
-      implementation: None or "auto" for the best one, or "xla".
+      implementation: None or "auto", "xla", "pallas" or "triton"; see `use_implementation`.
 
     Returns:
       A boolean array of shape `shape`.
@@ -64,11 +65,12 @@ def unpack_mask(
       >>> unpack_mask(pack_mask(jnp.array([True, False, True])), (3,)).tolist()
       [True, False, True]
     """
-    check_implementation(implementation)
+    choices = implementations.select("unpack_mask", implementation, {"shape": shape})
     expected = reference.packed_shape(shape)
     if packed.shape != expected:
         raise ValueError(f"a mask of shape {shape} packs into {expected}, got {packed.shape}")
-    return reference.unpack_mask(packed, shape)
+    xla = functools.partial(reference.unpack_mask, shape=shape)
+    return implementations.run(choices, xla, packed, shape=shape)
 
 
 def mask_nbytes(shape: tuple[int, ...]) -> int:

@@ -1,12 +1,14 @@
 """Quantises arrays in groups that each have their own range."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jact_kernels import implementations
 from jact_kernels.grouping import plan_groups
-from jact_kernels.implementations import check_implementation
 from jact_kernels.mask import mask_nbytes
 from jact_kernels.noise import Seed
 from jact_kernels.quantize import reference
@@ -68,7 +70,7 @@ def quantize(
         round away: 1000 plus or minus 0.1 is stored as 996 to 1000.1 without it. "uint8" takes 16
         and a little, as the ranges of about 32 groups are stored relative to each other; where
         there are fewer than four groups besides the batch, it is "bfloat16".
-      implementation: None or "auto" for the best one, or "xla".
+      implementation: None, "auto", "xla", "pallas" or "triton"; see `use_implementation`.
 
     Returns:
       The codes, in the shape of `x` and of dtype uint8, uint4 or uint2 (for 1 bit, packed by
@@ -90,12 +92,18 @@ def quantize(
       >>> bool(abs(y - x).max() <= step.max())
       True
     """
-    check_implementation(implementation)
+    implementations.check_implementation(implementation)
     _check_float(x.dtype)
     scheme = _scheme(x.shape, bits, group_size, axis, stochastic, zero_edge, ranges)
     # An array even where it is static, so that different seeds share one trace.
     seed_array = np.uint32(seed % 2**32) if isinstance(seed, int) else seed
-    return reference.quantize(x, scheme=scheme, seed=seed_array)
+
+    def xla(x: jax.Array, seed: jax.Array) -> tuple[jax.Array, ...]:
+        return reference.quantize(x, scheme=scheme, seed=seed)
+
+    case = {"scheme": scheme, "dtype": x.dtype}
+    choices = implementations.select("quantize", implementation, case)
+    return implementations.run(choices, xla, x, seed_array, scheme=scheme)
 
 
 def dequantize(
@@ -122,7 +130,7 @@ def dequantize(
       axis: as given to `quantize`.
       zero_edge: as given to `quantize`.
       ranges: as given to `quantize`.
-      implementation: None or "auto" for the best one, or "xla".
+      implementation: None, "auto", "xla", "pallas" or "triton"; see `use_implementation`.
 
     Returns:
       An array of shape `shape` and dtype `dtype`.
@@ -139,7 +147,7 @@ def dequantize(
       >>> dequantize(*code, shape=(16,), dtype=jnp.bfloat16, bits=4)[:3].tolist()
       [0.0, 1.0, 2.0]
     """
-    check_implementation(implementation)
+    implementations.check_implementation(implementation)
     _check_float(dtype)
     scheme = _scheme(shape, bits, group_size, axis, True, zero_edge, ranges)
     expected = [entry.shape for entry in scheme.stored]
@@ -148,7 +156,10 @@ def dequantize(
             f"an array of shape {shape} has ranges of shapes {expected} at group_size "
             f"{group_size}, got {given}"
         )
-    return reference.dequantize(codes, *stored, scheme=scheme, dtype=jnp.dtype(dtype))
+    case = {"scheme": scheme, "dtype": jnp.dtype(dtype)}
+    choices = implementations.select("dequantize", implementation, case)
+    xla = functools.partial(reference.dequantize, **case)
+    return implementations.run(choices, xla, codes, *stored, **case)
 
 
 def rounding_variance(

@@ -10,6 +10,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -24,6 +25,9 @@ CODE_DTYPES = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8}
 
 FRACTION_BITS = 22
 """Bits after the point of a code before rounding; with 8 before it, all fit a signed word."""
+
+TO_NEAREST = np.int32(1 << (FRACTION_BITS - 1))
+"""What is added to a position before it is rounded down, to round it to the nearest."""
 
 
 # Under `jit`, arrays of equal shapes share one trace and one lowering, and calls outside of any
@@ -44,12 +48,8 @@ def quantize(x: jax.Array, *, scheme: Scheme, seed: noise.Seed) -> tuple[jax.Arr
     )
     assert half_low is not None and inverse is not None and key is not None
     place = position(x, half_low, inverse).astype(jnp.int32)
-    if scheme.stochastic:
-        random = noise.random_bits_of(key, x.shape)
-        offset = lax.bitcast_convert_type(random >> jnp.uint32(32 - FRACTION_BITS), jnp.int32)
-    else:
-        offset = jnp.full(x.shape, 1 << (FRACTION_BITS - 1), jnp.int32)
-    codes = clamp((place + offset) >> jnp.int32(FRACTION_BITS), x, scheme.levels, twice_zero)
+    shift = random_shift(noise.random_bits_of(key, x.shape)) if scheme.stochastic else TO_NEAREST
+    codes = clamp((place + shift) >> jnp.int32(FRACTION_BITS), x, scheme.levels, twice_zero)
     codes = codes.reshape(groups.shape)
     codes = pack_mask(codes.astype(bool)) if scheme.bits == 1 else _narrow(codes, scheme.bits)
     return codes, *stored
@@ -66,11 +66,8 @@ def dequantize(codes: jax.Array, *stored: jax.Array, scheme: Scheme, dtype: DTyp
     if scheme.second is not None:
         # Else it is restored for each element anew.
         group = lax.optimization_barrier(group)
-    # Half the value is computed, as the product alone may exceed float32 where the sum does not.
     half_low, half_step = (_spread(_half(end), groups) for end in group[:2])
-    limit = jnp.float32(min(float(jnp.finfo(kind).max) for kind in (jnp.float32, dtype)) / 2)
-    half = lax.clamp(-limit, codes * half_step + half_low, limit)
-    return (half * jnp.float32(2)).astype(dtype).reshape(groups.shape)
+    return value(codes, half_low, half_step, dtype).reshape(groups.shape)
 
 
 def rounding_variance(x: jax.Array, *, scheme: Scheme) -> jax.Array:
@@ -97,17 +94,47 @@ def rounding_variance(x: jax.Array, *, scheme: Scheme) -> jax.Array:
 def scale(group: Range) -> tuple[jax.Array, jax.Array]:
     """Half the low end of each group, and what turns half a distance from it into a position."""
     positive = group.step > 0
-    inverse = jnp.float32(2.0 ** (FRACTION_BITS + 1)) / jnp.where(
-        positive, group.step, jnp.float32(1)
-    )
     # A step of zero has one code only; a step of NaN must not meet a conversion to integers.
-    inverse = jnp.where(positive, inverse, jnp.float32(0))
-    return jnp.where(jnp.isfinite(group.low), _half(group.low), jnp.float32(0)), inverse
+    inverse = jnp.where(positive, _inverse(group.step), jnp.float32(0))
+    finite = group.low - group.low == 0
+    return jnp.where(finite, _half(group.low), jnp.float32(0)), inverse
+
+
+def _inverse(step: jax.Array) -> jax.Array:
+    """`2**(FRACTION_BITS + 1) / step`, rounded to the nearest, for steps of 8 significant bits.
+
+    In integers, as not every device, nor every compiler, rounds a quotient of floats correctly.
+    """
+    bits = lax.bitcast_convert_type(step, jnp.int32)
+    significand = (bits >> jnp.int32(16)) & jnp.int32(0x7F) | jnp.int32(0x80)
+    half = lax.bitcast_convert_type(significand >> jnp.int32(1), jnp.uint32)
+    divisor = lax.bitcast_convert_type(significand, jnp.uint32)
+    # 24 bits, which a float32 holds; of a power of two, divided by eight bits, there are no ties.
+    quotient = lax.div(half + jnp.uint32(1 << 31), divisor)
+    number = lax.bitcast_convert_type(quotient, jnp.int32).astype(jnp.float32)
+    exponent = jnp.int32(FRACTION_BITS + 104) - (bits >> jnp.int32(23))
+    scaled = lax.bitcast_convert_type(number, jnp.int32) + (exponent << jnp.int32(23))
+    return lax.bitcast_convert_type(scaled, jnp.float32)
 
 
 def position(x: jax.Array, half_low: jax.Array, inverse: jax.Array) -> jax.Array:
     """Where each element lies between the codes, times `2**FRACTION_BITS`."""
     return (_half(x) - jnp.broadcast_to(half_low, x.shape)) * jnp.broadcast_to(inverse, x.shape)
+
+
+def random_shift(random: jax.Array) -> jax.Array:
+    """What is added to a position before it is rounded down, from random bits."""
+    return lax.bitcast_convert_type(random >> jnp.uint32(32 - FRACTION_BITS), jnp.int32)
+
+
+def value(
+    codes: jax.Array, half_low: jax.Array, half_step: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """What codes, float32, stand for, cut to the finite range of `dtype`."""
+    # Half the value is computed, as the product alone may exceed float32 where the sum does not.
+    limit = min(float(jnp.finfo(kind).max) for kind in (jnp.float32, dtype)) / 2
+    half = lax.clamp(jnp.float32(-limit), codes * half_step + half_low, jnp.float32(limit))
+    return (half * jnp.float32(2)).astype(dtype)
 
 
 def clamp(codes: jax.Array, x: jax.Array, levels: int, twice_zero: jax.Array | None) -> jax.Array:

@@ -1,0 +1,109 @@
+"""The only place that touches what differs between JAX versions, or what may not be installed."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.interpreters import partial_eval
+
+
+def problem(implementation: str, platform: str) -> str | None:
+    """Why kernels written for a platform in one of these ways cannot run, or None if they can.
+
+    Args:
+      implementation: "pallas" or "triton".
+      platform: "cuda" or "tpu".
+    """
+    if implementation == "triton":
+        return _triton_problem()
+    try:
+        if platform == "tpu":
+            mosaic_tpu()
+            return None
+        mosaic_gpu()
+    except ImportError as error:
+        return f"JAX {jax.__version__} cannot: {error}"
+    return _gpu_problem()
+
+
+@functools.cache
+def mosaic_gpu() -> Any:
+    """The module of Pallas that programs NVIDIA GPUs.
+
+    Raises:
+      ImportError: this JAX has none, or one with another interface.
+    """
+    module = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    names = ("kernel", "load", "store", "broadcasted_iota", "Layout", "LoweringSemantics")
+    if missing := [name for name in names if not hasattr(module, name)]:
+        raise ImportError(f"its Mosaic GPU lacks {', '.join(missing)}")
+    return module
+
+
+def mosaic_gpu_kernel(
+    body: Callable[..., None], *, name: str, interpret: bool, **options: Any
+) -> Callable[..., Any]:
+    """A Mosaic GPU kernel whose threads share nothing, so that none waits for another."""
+    plgpu = mosaic_gpu()
+    params = plgpu.CompilerParams(
+        unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+    )
+    return plgpu.kernel(
+        body,
+        compiler_params=params,
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        kernel_name=name,
+        **options,
+    )
+
+
+@functools.cache
+def mosaic_tpu() -> tuple[Any, Any]:
+    """Pallas, and its module that programs TPUs."""
+    names = ("jax.experimental.pallas", "jax.experimental.pallas.tpu")
+    pallas, tpu = (importlib.import_module(name) for name in names)
+    return pallas, tpu
+
+
+def triton_call(*arrays: Any, **options: Any) -> Any:
+    """Calls a Triton kernel from JAX; under `vmap`, once for each example."""
+    call = importlib.import_module("jax_triton").triton_call
+    return jax.custom_batching.sequential_vmap(functools.partial(call, **options))(*arrays)
+
+
+def _gpu_problem() -> str | None:
+    """Why Mosaic GPU cannot compile for the GPUs of this machine, if there are any.
+
+    It would not raise but end the process, where it meets a GPU without the instructions it uses.
+    """
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return None
+    for device in devices:
+        capability = getattr(device, "compute_capability", "9.0")
+        if float(capability) < 9:
+            return f"Mosaic GPU needs compute capability 9.0 (Hopper), {device} has {capability}"
+    return None
+
+
+@functools.cache
+def _triton_problem() -> str | None:
+    """Tries what fails where jax-triton is older than the JAX it meets: tracing, then pruning."""
+    try:
+        module = importlib.import_module("jax_triton")
+    except ImportError as error:
+        return f"jax-triton cannot be imported ({error}); install jact-jax[triton]"
+    kernel = importlib.import_module("jact_kernels.mask.triton_gpu").pack_kernel
+    out_type = jax.ShapeDtypeStruct((8,), "uint8")
+    sizes = {"OUTER": 1, "LENGTH": 64, "INNER": 1, "BLOCK": 8}
+    call = functools.partial(module.triton_call, kernel=kernel, out_type=out_type, grid=1, **sizes)
+    try:
+        jaxpr = jax.make_jaxpr(call)(jax.ShapeDtypeStruct((64,), bool)).jaxpr
+        partial_eval.dce_jaxpr(jaxpr, [True])
+    except Exception as error:  # Whatever it is, it would come up in the user's program.
+        version = getattr(module, "__version__", "")
+        return f"jax-triton {version} does not work with JAX {jax.__version__}: {error}"
+    return None
