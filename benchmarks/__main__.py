@@ -1,10 +1,10 @@
-"""The command line: `python -m benchmarks {peak,time,fidelity,frontier,codecs} ...`."""
+"""The command line: `python -m benchmarks {peak,time,fidelity,frontier,codecs,kernels} ...`."""
 
 import argparse
 from collections.abc import Sequence
 
 import jact.memory
-from benchmarks import codecs, fidelity, frontier, options, output, peak, time
+from benchmarks import codecs, fidelity, frontier, kernels, options, output, peak, time
 
 COMMANDS = {
     "peak": peak,
@@ -12,6 +12,7 @@ COMMANDS = {
     "fidelity": fidelity,
     "frontier": frontier,
     "codecs": codecs,
+    "kernels": kernels,
 }
 
 
@@ -26,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
             description=module.__doc__,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        if module is codecs:
+        if module in (codecs, kernels):
             options.add_json(command)
         else:
             options.add_shared(command)
@@ -40,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     command = COMMANDS[chosen.command]
     try:
+        if command is kernels:
+            kernels.show(kernels.run(chosen), chosen.json)
+            return
         if command is codecs:
             rows = list(codecs.run(chosen))
         else:

@@ -58,13 +58,13 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     """Adds the options of every command."""
     parser.add_argument(
         "--model",
-        type=_names("model", MODELS),
+        type=names("model", MODELS),
         default="convnet_small,transformer_small",
         help=f"comma-separated: {', '.join(MODELS)}",
     )
     parser.add_argument(
         "--policies",
-        type=_names("policy", POLICIES),
+        type=names("policy", POLICIES),
         default="off,remat,int8,int4,int2",
         help=f"comma-separated: {', '.join(POLICIES)}",
     )
@@ -101,8 +101,13 @@ def positive(text: str) -> int:
     return number
 
 
-def _names(kind: str, allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """Returns a parser of comma-separated names out of `allowed`."""
+def names(kind: str, allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Returns a parser of comma-separated names out of `allowed`.
+
+    Args:
+        kind: What the names name, for the message about an unknown one.
+        allowed: All names there are.
+    """
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))

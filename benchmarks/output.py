@@ -25,12 +25,33 @@ def mib(key: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: f"{row[key] / MIB:,.1f}"
 
 
+def mib_or_dash(key: str) -> Callable[[Mapping[str, Any]], str]:
+    """Returns a column that shows the bytes of `row[key]` in MiB, or a dash."""
+    return lambda row: "-" if row[key] is None else f"{row[key] / MIB:,.1f}"
+
+
 def number(key: str, form: str) -> Callable[[Mapping[str, Any]], str]:
     """Returns a column that shows `row[key]`, or a dash where there is none."""
     return lambda row: "-" if row[key] is None else format(row[key], form)
 
 
-def write(title: str, rows: Sequence[dict[str, Any]], columns: Columns, path: str | None) -> None:
+def label(row: Mapping[str, Any]) -> str:
+    """Returns what stands before the lines of one model."""
+    if "label" in row:
+        return str(row["label"])
+    sizes = f"{row['dtype']}, batch {row['batch']}, {row['layers']} layers, {row['target']}"
+    return f"{row['model']}\n[dim]{sizes}[/dim]"
+
+
+def write(
+    title: str,
+    rows: Sequence[dict[str, Any]],
+    columns: Columns,
+    path: str | None,
+    *,
+    heading: Callable[[Mapping[str, Any]], str] = label,
+    line: str = "policy",
+) -> None:
     """Shows the rows as a table, and writes them as JSON if asked to.
 
     Args:
@@ -38,33 +59,34 @@ def write(title: str, rows: Sequence[dict[str, Any]], columns: Columns, path: st
         rows: The results.
         columns: Headings, each with the function that shows a row in that column.
         path: The JSON file; "-" is stdout, where nothing else is printed then; None is no JSON.
+        heading: What rows that belong together have in common; it stands before them.
+        line: The key of what tells them apart.
     """
     if path == "-":
         print(json.dumps(rows, indent=2))
     elif path is not None:
         pathlib.Path(path).write_text(json.dumps(rows, indent=2) + "\n")
     console = rich.console.Console(stderr=path == "-")
-    console.print(_table(title, rows, columns))
+    console.print(_table(title, rows, columns, heading, line))
 
 
-def _table(title: str, rows: Sequence[dict[str, Any]], columns: Columns) -> rich.table.Table:
+def _table(
+    title: str,
+    rows: Sequence[dict[str, Any]],
+    columns: Columns,
+    heading: Callable[[Mapping[str, Any]], str],
+    line: str,
+) -> rich.table.Table:
     table = rich.table.Table(title=title)
-    table.add_column("model")
+    table.add_column("")
     # In a narrow terminal the first column wraps, so that figures are never cut off.
-    table.add_column("policy", no_wrap=True)
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column(line, no_wrap=True)
+    for title in columns:
+        table.add_column(title, justify="right", no_wrap=True)
     # One table row per model, one line in it per policy.
-    for _, group in itertools.groupby(rows, key=lambda row: row["model"]):
+    for name, group in itertools.groupby(rows, key=heading):
         lines = list(group)
-        cells = [[row["policy"] for row in lines]]
+        cells = [[row[line] for row in lines]]
         cells += [[show(row) for row in lines] for show in columns.values()]
-        table.add_row(_label(lines[0]), *("\n".join(cell) for cell in cells), end_section=True)
+        table.add_row(name, *("\n".join(cell) for cell in cells), end_section=True)
     return table
-
-
-def _label(row: Mapping[str, Any]) -> str:
-    if "label" in row:
-        return str(row["label"])
-    sizes = f"{row['dtype']}, batch {row['batch']}, {row['layers']} layers, {row['target']}"
-    return f"{row['model']}\n[dim]{sizes}[/dim]"

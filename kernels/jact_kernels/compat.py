@@ -28,6 +28,11 @@ def problem(implementation: str, platform: str) -> str | None:
     return _gpu_problem()
 
 
+def is_varying(array: Any) -> bool:
+    """Whether `shard_map` tracks along which axes of its mesh an array varies."""
+    return bool(jax.typeof(array).manual_axis_type.varying)
+
+
 @functools.cache
 def mosaic_gpu() -> Any:
     """The module of Pallas that programs NVIDIA GPUs.

@@ -1,8 +1,8 @@
 """The choice among a kernel's implementations: per operation, shape and platform, with its reasons.
 
 Which device a program will run on is not known when it is traced, as it may be compiled for
-another one. So the choice is made for every platform, and `jax.lax.platform_dependent` keeps the one
-that the program is lowered for; the others leave no trace in it.
+another one. So the choice is made for every platform, and `jax.lax.platform_dependent` keeps the
+one that the program is lowered for; the others leave no trace in it.
 """
 
 import contextlib
@@ -188,7 +188,8 @@ def run(
         for choice in choices
         if choice.implementation != "xla"
     }
-    if not kernels or any(_is_varying(array) for array in arrays):
+    # A kernel does not say along which axes of a mesh its results vary, which `shard_map` checks.
+    if not kernels or any(map(compat.is_varying, arrays)):
         return reference(*arrays)
     return lax.platform_dependent(*arrays, default=reference, **kernels)
 
@@ -234,8 +235,3 @@ def _jitted(choice: Choice, static: tuple[str, ...]) -> Callable[..., Any]:
 @functools.cache
 def _warn_once(message: str) -> None:
     _logger.warning(message)
-
-
-def _is_varying(array: Any) -> bool:
-    """Whether `shard_map` tracks along which mesh axes the array varies, which kernels do not."""
-    return bool(getattr(jax.typeof(array), "vma", None))

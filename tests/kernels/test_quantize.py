@@ -202,6 +202,25 @@ def round_trip_in_bits(x: jax.Array, bits: int) -> jax.Array:
     return dequantize(*quantize(x, bits=bits), shape=x.shape, dtype=x.dtype, bits=bits)
 
 
+@pytest.mark.parametrize("shape", [(2, 64, 32), (2, 64, 3), (3, 1000), (2, 4, 8, 6)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_is_seen_wherever_it_lies(dtype: str, shape: tuple[int, ...]) -> None:
+    """XLA's reductions on a CPU overlook some, depending on shape and place."""
+    groups = plan_groups(shape)
+    assert groups is not None
+    for element in (0, 1, groups.size // 2, groups.size - 1):
+        # One NaN per group, at the same place in each.
+        place = (
+            np.arange(groups.size).reshape([groups.split_shape[a] for a in groups.axes]) == element
+        )
+        place = np.expand_dims(
+            place, [a for a in range(len(groups.split_shape)) if a not in groups.axes]
+        )
+        x = np.where(place, np.nan, np.ones(groups.split_shape)).reshape(shape)
+        _, low, step = quantize(jnp.asarray(x, dtype), bits=4)
+        assert jnp.isnan(low).all() and jnp.isnan(step).all()
+
+
 @pytest.mark.parametrize("bits", [1, 4])
 def test_jit_eager_vmap_and_scan_agree(bits: int) -> None:
     x = normal((3, 4, 96, 10))

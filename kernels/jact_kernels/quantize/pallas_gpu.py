@@ -1,8 +1,8 @@
 """The quantiser as one Mosaic GPU kernel: the input is read once, the codes are written once.
 
 A thread owns one byte of every row of its groups, that is `8 / bits` neighbouring columns. It
-copies them to shared memory, finds their ranges on the way, and makes the codes from the copy; as no
-thread reads what another wrote, there is nothing to wait for.
+copies them to shared memory, finds their ranges on the way, and makes the codes from the copy; as
+no thread reads what another wrote, there is nothing to wait for.
 """
 
 import dataclasses
@@ -150,13 +150,15 @@ def quantize(
 
         def widen(row: Any, ends: Any) -> Any:
             values, (low, high) = stage(row), ends
+            numbers = [reference.nan_to_infinity(value) for value in values]
             return (
                 [jnp.minimum(*pair) for pair in zip(low, values, strict=True)],
-                [jnp.maximum(*pair) for pair in zip(high, values, strict=True)],
+                [jnp.maximum(*pair) for pair in zip(high, numbers, strict=True)],
             )
 
         first = stage(0)
-        ends = _for_each_row(1, tiling.group, widen, (first, first))
+        numbers = [reference.nan_to_infinity(value) for value in first]
+        ends = _for_each_row(1, tiling.group, widen, (first, numbers))
         stored = [store(low, high, scheme) for low, high in zip(*ends, strict=True)]
         for phase, entries in zip(phases, stored, strict=True):
             for ref, entry in zip(stored_refs, entries, strict=True):

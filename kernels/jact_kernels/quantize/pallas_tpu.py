@@ -34,6 +34,8 @@ def unsupported(scheme: Scheme, dtype: DTypeLike) -> str | None:
         return "ranges with a zero edge, or stored otherwise than in bfloat16, are left to XLA"
     if groups.last != len(groups.shape) - 2:
         return "groups that do not end at the axis before the last are left to XLA"
+    if groups.shape[-1] < LANES:
+        return f"fewer than {LANES} columns lie in memory otherwise, and would be copied"
     tile = 256 // scheme.bits
     whole = groups.axis == groups.last and groups.block == groups.shape[groups.axis]
     if not whole and (groups.size % tile or groups.shape[groups.last] % tile):
@@ -54,7 +56,8 @@ def quantize(
 
     def body(seed_ref: Any, x_ref: Any, codes_ref: Any, *stored_refs: Any) -> None:
         x = x_ref[...].astype(jnp.float32)
-        stored = store(jnp.min(x, axis=1), jnp.max(x, axis=1), scheme)
+        high = jnp.max(reference.nan_to_infinity(x), axis=1)
+        stored = store(jnp.min(x, axis=1), high, scheme)
         for ref, entry in zip(stored_refs, stored, strict=True):
             ref[...] = entry
         group = restore(stored, scheme)

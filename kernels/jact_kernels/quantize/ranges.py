@@ -20,8 +20,9 @@ STORAGES = ("bfloat16", "float32", "uint8")
 MIN_STEP = 2.0**-100
 """The least step other than zero; its inverse in fixed point still is a float32."""
 
-LEAST_NORMAL = 2.0**-126
-"""Smaller magnitudes count as zero, as devices differ in whether they keep them."""
+LEAST_NORMAL = 2.0**-125
+"""Smaller magnitudes count as zero, as devices differ in whether they keep those whose half, which
+is what is computed with, is a subnormal number."""
 
 SECOND_GROUP = 32
 """About how many 8-bit ranges share what they are relative to."""
@@ -162,14 +163,15 @@ def affine(
     """
     # Zero for finite groups; NaN for the others, and it makes their whole range NaN.
     nothing = (low - low) + (high - high)
-    low = _round_down(low) if round_low else _flush(low)
+    low, high = _round_down(low) if round_low else _flush(low), _flush(high)
     # Half the span, as the whole may exceed float32.
     half_span = _half(high) - _half(low)
     step = _round_up(half_span * jnp.float32(2 / levels))
     # The product above is rounded and may have ended up just below the bfloat16 number it exceeds.
     too_small = _half(step) * jnp.float32(levels) < half_span
     step = jnp.where(too_small, _round_up(step * jnp.float32(1 + 2**-8)), step)
-    step = jnp.where(half_span > 0, jnp.maximum(step, jnp.float32(MIN_STEP)), jnp.float32(0))
+    # The ends are compared, as their difference may be zero on a device without subnormal numbers.
+    step = jnp.where(high > low, jnp.maximum(step, jnp.float32(MIN_STEP)), jnp.float32(0))
     return low + nothing, step + nothing
 
 

@@ -36,8 +36,9 @@ TO_NEAREST = np.int32(1 << (FRACTION_BITS - 1))
 def quantize(x: jax.Array, *, scheme: Scheme, seed: noise.Seed) -> tuple[jax.Array, ...]:
     """Quantises `x`; see `jact_kernels.quantize`."""
     groups = scheme.groups
-    x = x.astype(jnp.float32).reshape(groups.split_shape)
+    x = x.reshape(groups.split_shape)
     stored = _stored_ranges(x, scheme)
+    x = x.astype(jnp.float32)
     group = ranges.restore(stored, scheme)
     key = noise.group_key(seed, ranges.key_bits(group))
     # Without the barrier, a compiler fuses what is computed once per group into the loop over its
@@ -61,7 +62,7 @@ def dequantize(codes: jax.Array, *stored: jax.Array, scheme: Scheme, dtype: DTyp
     groups = scheme.groups
     if scheme.bits == 1:
         codes = unpack_mask(codes, groups.shape)
-    codes = codes.astype(jnp.float32).reshape(groups.split_shape)
+    codes = _widen(codes).reshape(groups.split_shape)
     group = ranges.restore(stored, scheme)
     if scheme.second is not None:
         # Else it is restored for each element anew.
@@ -95,12 +96,12 @@ def scale(group: Range) -> tuple[jax.Array, jax.Array]:
     """Half the low end of each group, and what turns half a distance from it into a position."""
     positive = group.step > 0
     # A step of zero has one code only; a step of NaN must not meet a conversion to integers.
-    inverse = jnp.where(positive, _inverse(group.step), jnp.float32(0))
+    inverse = jnp.where(positive, inverse_step(group.step), jnp.float32(0))
     finite = group.low - group.low == 0
     return jnp.where(finite, _half(group.low), jnp.float32(0)), inverse
 
 
-def _inverse(step: jax.Array) -> jax.Array:
+def inverse_step(step: jax.Array) -> jax.Array:
     """`2**(FRACTION_BITS + 1) / step`, rounded to the nearest, for steps of 8 significant bits.
 
     In integers, as not every device, nor every compiler, rounds a quotient of floats correctly.
@@ -152,16 +153,16 @@ def clamp(codes: jax.Array, x: jax.Array, levels: int, twice_zero: jax.Array | N
 
 
 def _stored_ranges(x: jax.Array, scheme: Scheme) -> ranges.Stored:
-    axes = scheme.groups.axes
-    low, high, total = (reduce(x, axis=axes) for reduce in (jnp.min, jnp.max, jnp.sum))
-    # XLA's minimum and maximum drop NaN where it vectorises them on a CPU; its sum does not. Of
-    # elements so large that their sum may overflow, a NaN there says nothing.
-    limit = jnp.float32(float(jnp.finfo(jnp.float32).max) / scheme.groups.size)
-    hidden = jnp.isnan(total) & (jnp.maximum(jnp.abs(low), jnp.abs(high)) < limit)
-    low = jnp.where(hidden, jnp.float32(jnp.nan), low)
-    # The barrier keeps a compiler from reducing the groups anew for each reader of their ends.
-    low, high = lax.optimization_barrier((low, high))
-    return ranges.store(low, high, scheme)
+    # The ends are converted rather than the elements, which is the same: else XLA writes the codes
+    # of 16-bit arrays transposed on a GPU, and turns them in a kernel of its own.
+    low = jnp.min(x, axis=scheme.groups.axes)
+    high = jnp.max(nan_to_infinity(x), axis=scheme.groups.axes)
+    return ranges.store(low.astype(jnp.float32), high.astype(jnp.float32), scheme)
+
+
+def nan_to_infinity(x: jax.Array) -> jax.Array:
+    """Replaces NaN by infinity, as XLA's greatest of all elements may overlook a NaN on a CPU."""
+    return jnp.where(x == x, x, jnp.asarray(jnp.inf, x.dtype))
 
 
 def _narrow(codes: jax.Array, bits: int) -> jax.Array:
@@ -178,6 +179,22 @@ def _narrow(codes: jax.Array, bits: int) -> jax.Array:
     # A loop that writes less than a byte at a time is not vectorised on a CPU. Keeping the
     # arithmetic out of it makes the whole five times faster there; elsewhere it would cost a copy.
     return lax.platform_dependent(codes, cpu=through_bytes, default=directly)
+
+
+def _widen(codes: jax.Array) -> jax.Array:
+    """Converts codes to float32."""
+    if codes.dtype != jnp.uint2:
+        return codes.astype(jnp.float32)
+
+    def through_bytes(codes: jax.Array) -> jax.Array:
+        return lax.optimization_barrier(codes.astype(jnp.uint8)).astype(jnp.float32)
+
+    def directly(codes: jax.Array) -> jax.Array:
+        return codes.astype(jnp.float32)
+
+    # XLA's compiler for TPUs dies of some arrays of two bits in a larger fusion, such as those of
+    # shape (512, 32, 32, 64).
+    return lax.platform_dependent(codes, tpu=through_bytes, default=directly)
 
 
 def _half(x: jax.Array) -> jax.Array:

@@ -207,11 +207,12 @@ def _affine(low, high, LEVELS: tl.constexpr):
     """The low end and the step of a group; see `ranges.affine`."""
     nothing = (low - low) + (high - high)
     low = _round_down(low)
+    high = tl.where(tl.abs(high) < _LEAST_NORMAL, 0.0, high)
     half_span = high * 0.5 - low * 0.5
     step = _round_up(half_span * (2 / LEVELS))
     too_small = step * 0.5 * LEVELS < half_span
     step = tl.where(too_small, _round_up(step * (1 + 2**-8)), step)
-    step = tl.where(half_span > 0, _greater(step, _MIN_STEP), 0.0)
+    step = tl.where(high > low, _greater(step, _MIN_STEP), 0.0)
     return low + nothing, step + nothing
 
 
