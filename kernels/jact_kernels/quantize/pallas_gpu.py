@@ -150,15 +150,13 @@ def quantize(
 
         def widen(row: Any, ends: Any) -> Any:
             values, (low, high) = stage(row), ends
-            numbers = [reference.nan_to_infinity(value) for value in values]
             return (
                 [jnp.minimum(*pair) for pair in zip(low, values, strict=True)],
-                [jnp.maximum(*pair) for pair in zip(high, numbers, strict=True)],
+                [jnp.maximum(*pair) for pair in zip(high, values, strict=True)],
             )
 
         first = stage(0)
-        numbers = [reference.nan_to_infinity(value) for value in first]
-        ends = _for_each_row(1, tiling.group, widen, (first, numbers))
+        ends = _for_each_row(1, tiling.group, widen, (first, first))
         stored = [store(low, high, scheme) for low, high in zip(*ends, strict=True)]
         for phase, entries in zip(phases, stored, strict=True):
             for ref, entry in zip(stored_refs, entries, strict=True):

@@ -56,8 +56,8 @@ def quantize(
 
     def body(seed_ref: Any, x_ref: Any, codes_ref: Any, *stored_refs: Any) -> None:
         x = x_ref[...].astype(jnp.float32)
-        high = jnp.max(reference.nan_to_infinity(x), axis=1)
-        stored = store(jnp.min(x, axis=1), high, scheme)
+        numbers = reference.nan_to_infinity(x)
+        stored = store(jnp.min(numbers, axis=1), jnp.max(numbers, axis=1), scheme)
         for ref, entry in zip(stored_refs, stored, strict=True):
             ref[...] = entry
         group = restore(stored, scheme)
