@@ -20,8 +20,8 @@ from jact_kernels import implementations
 from jact_kernels.bench import Operation
 
 SHAPES = ((512, 512, 768), (2048, 32, 32, 64))
-"""Activations of a transformer and of a convolution; a TPU cannot keep even their masks on its chip,
-where they would cost nothing."""
+"""Activations of a transformer and of a convolution, of which a TPU cannot even keep the masks on
+its chip, where they would cost nothing."""
 
 _COLUMNS: output.Columns = {
     "MiB": output.mib_or_dash("bytes"),

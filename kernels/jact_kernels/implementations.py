@@ -58,11 +58,12 @@ _UNTRIED = (
 _WHY_XLA: Mapping[tuple[str, str], str] = {
     ("quantize", "cuda"): _UNTRIED,
     ("quantize", "tpu"): _UNTRIED,
-    **{
-        (operation, platform): _LEAST_BYTES
-        for operation in ("dequantize", "pack_mask", "unpack_mask")
-        for platform in ("cuda", "tpu")
-    },
+    ("dequantize", "cuda"): _LEAST_BYTES,
+    ("dequantize", "tpu"): f"above one bit, {_LEAST_BYTES}",
+    ("pack_mask", "cuda"): _LEAST_BYTES,
+    ("pack_mask", "tpu"): "only XLA packs masks on a TPU",
+    ("unpack_mask", "cuda"): _LEAST_BYTES,
+    ("unpack_mask", "tpu"): "only XLA unpacks masks on a TPU",
 }
 
 _logger = logging.getLogger(__name__)
@@ -212,7 +213,7 @@ def _choose(
         return xla(f"{name} has no compiler for {platform}")
     module = f"{__package__}.{OPERATIONS[operation]}.{MODULES[name, platform]}"
     if importlib.util.find_spec(module) is None:
-        return xla(f"there is no {name} kernel for it: {_WHY_XLA[operation, platform]}")
+        return xla(f"no {name} kernel is written for it: {_WHY_XLA[operation, platform]}")
     if (problem := compat.problem(name, platform)) is not None:
         _warn_once(f"jact_kernels falls back from {name} to XLA on {platform}: {problem}")
         return xla(problem)

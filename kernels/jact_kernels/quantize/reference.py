@@ -153,13 +153,16 @@ def clamp(codes: jax.Array, x: jax.Array, levels: int, twice_zero: jax.Array | N
 
 
 def _stored_ranges(x: jax.Array, scheme: Scheme) -> ranges.Stored:
+    # XLA's minimum and maximum drop NaN where it vectorises them on a CPU. On a GPU they do not, and
+    # replacing it would cost three more passes over the input.
+    x = lax.platform_dependent(x, cuda=lambda x: x, default=nan_to_infinity)
     # The ends are converted rather than the elements, which is the same: else XLA writes the codes
     # of 16-bit arrays transposed on a GPU, and turns them in a kernel of its own.
-    # On a CPU, XLA's reductions overlook a NaN at some places of some shapes. On a GPU they do not,
-    # and replacing it would cost three more passes over the input.
-    x = lax.platform_dependent(x, cuda=lambda x: x, default=nan_to_infinity)
-    ends = (reduce(x, axis=scheme.groups.axes) for reduce in (jnp.min, jnp.max))
-    return ranges.store(*(end.astype(jnp.float32) for end in ends), scheme)
+    low = jnp.min(x, axis=scheme.groups.axes).astype(jnp.float32)
+    high = jnp.max(x, axis=scheme.groups.axes).astype(jnp.float32)
+    # The barrier keeps a compiler from reducing the groups anew for each reader of their ends.
+    low, high = lax.optimization_barrier((low, high))
+    return ranges.store(low, high, scheme)
 
 
 def nan_to_infinity(x: jax.Array) -> jax.Array:
