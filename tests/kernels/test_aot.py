@@ -4,7 +4,6 @@ import functools
 import importlib
 import importlib.util
 import itertools
-
 from typing import Any
 
 import jax

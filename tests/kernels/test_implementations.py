@@ -128,6 +128,7 @@ def unpacked(codes: jax.Array, scheme: Scheme) -> jax.Array:
     return codes.astype(jnp.uint8)
 
 
+@pytest.mark.oldest
 def test_the_inverse_of_a_step_is_rounded_correctly() -> None:
     """For every step there is: the bfloat16 numbers from the least one on."""
     steps = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32)
@@ -158,6 +159,7 @@ def chosen(operation: str = "quantize", **options: Any) -> dict[str, str]:
     return {row.platform: row.implementation for row in rows if row.operation == operation}
 
 
+@pytest.mark.oldest
 def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen()["tpu"] == "xla"
     monkeypatch.setattr(implementations, "_from_environment", "pallas")
@@ -214,6 +216,7 @@ def programs(x: jax.Array) -> Iterator[tuple[Callable[..., Any], tuple[jax.Array
     )
 
 
+@pytest.mark.oldest
 def test_on_a_cpu_nothing_of_the_choice_is_left(x: jax.Array) -> None:
     for call, arrays in programs(x):
         plain = functools.partial(call, implementation="xla")
@@ -249,6 +252,7 @@ def test_inside_shard_map_xla_is_taken(x: jax.Array) -> None:
     jax.tree.map(assert_equal, sharded(x), expected)
 
 
+@pytest.mark.oldest
 def test_unsupported_arrays_fall_back(x: jax.Array) -> None:
     few_columns = x[..., :6]
     encode = functools.partial(jact_kernels.quantize, bits=4, implementation="pallas")

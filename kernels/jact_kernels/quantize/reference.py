@@ -153,8 +153,8 @@ def clamp(codes: jax.Array, x: jax.Array, levels: int, twice_zero: jax.Array | N
 
 
 def _stored_ranges(x: jax.Array, scheme: Scheme) -> ranges.Stored:
-    # XLA's minimum and maximum drop NaN where it vectorises them on a CPU. On a GPU they do not, and
-    # replacing it would cost three more passes over the input.
+    # XLA's minimum and maximum drop NaN where it vectorises them on a CPU. On a GPU they do not,
+    # and replacing it would cost three more passes over the input.
     x = lax.platform_dependent(x, cuda=lambda x: x, default=nan_to_infinity)
     # The ends are converted rather than the elements, which is the same: else XLA writes the codes
     # of 16-bit arrays transposed on a GPU, and turns them in a kernel of its own.
