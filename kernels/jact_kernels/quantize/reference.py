@@ -197,7 +197,7 @@ def _widen(codes: jax.Array) -> jax.Array:
     def directly(codes: jax.Array) -> jax.Array:
         return codes.astype(jnp.float32)
 
-    # XLA's compiler for TPUs dies of some arrays of two bits in a larger fusion, such as those of
+    # XLA's compiler for TPUs aborts on some arrays of two bits in a larger fusion, such as those of
     # shape (512, 32, 32, 64).
     return lax.platform_dependent(codes, tpu=through_bytes, default=directly)
 
