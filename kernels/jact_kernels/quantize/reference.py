@@ -153,15 +153,31 @@ def clamp(codes: jax.Array, x: jax.Array, levels: int, twice_zero: jax.Array | N
 
 
 def _stored_ranges(x: jax.Array, scheme: Scheme) -> ranges.Stored:
-    # XLA's minimum and maximum drop NaN where it vectorises them on a CPU. On a GPU they do not,
-    # and replacing it would cost three more passes over the input.
-    x = lax.platform_dependent(x, cuda=lambda x: x, default=nan_to_infinity)
+    axes = scheme.groups.axes
+
+    def together(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        infinity = jnp.asarray(jnp.inf, x.dtype)
+
+        def extend(
+            ends: tuple[jax.Array, jax.Array], others: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
+            return jnp.minimum(ends[0], others[0]), jnp.maximum(ends[1], others[1])
+
+        return tuple(lax.reduce((x, x), (infinity, -infinity), extend, axes))
+
+    def apart(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = nan_to_infinity(x)
+        return jnp.min(x, axis=axes), jnp.max(x, axis=axes)
+
+    # On a GPU one reduction reads the elements once, and leaves their layout alone: for two, XLA
+    # may turn the codes around and back again. Elsewhere two are faster. XLA's minimum and maximum
+    # drop NaN where it vectorises them on a CPU; on a GPU they do not, and replacing it would cost
+    # further passes.
+    low, high = lax.platform_dependent(x, cuda=together, default=apart)
     # The ends are converted rather than the elements, which is the same: else XLA writes the codes
-    # of 16-bit arrays transposed on a GPU, and turns them in a kernel of its own.
-    low = jnp.min(x, axis=scheme.groups.axes).astype(jnp.float32)
-    high = jnp.max(x, axis=scheme.groups.axes).astype(jnp.float32)
-    # The barrier keeps a compiler from reducing the groups anew for each reader of their ends.
-    low, high = lax.optimization_barrier((low, high))
+    # of 16-bit arrays transposed on a GPU, and turns them in a kernel of its own. The barrier keeps
+    # a compiler from reducing the groups anew for each reader of their ends.
+    low, high = lax.optimization_barrier((low.astype(jnp.float32), high.astype(jnp.float32)))
     return ranges.store(low, high, scheme)
 
 
