@@ -1,10 +1,16 @@
 """jact: trains JAX and Flax models in a fraction of the activation memory."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jact import codecs, memory, presets
 from jact.memory.report import Report, report
 from jact.plan import Plan
 from jact.policy import Policy, Rule
 from jact.transform import compress, grad, make_plan, value_and_grad
+
+if TYPE_CHECKING:
+    from jact import nnx
 
 __version__ = "0.1.0"
 
@@ -18,7 +24,15 @@ __all__ = [
     "grad",
     "make_plan",
     "memory",
+    "nnx",
     "presets",
     "report",
     "value_and_grad",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Importing Flax takes a second, and not everybody has NNX modules.
+    if name == "nnx":
+        return importlib.import_module("jact.nnx")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,25 +6,33 @@ Everything else in jact is written against `jax`, `jax.extend` and `jax.custom_d
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import flax
 import jax
-import optax
 from jax.extend import core as jex
 from jax.extend import source_info_util
+from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import ad, batching, mlir
-
-import jact_kernels
 
 #: Names under which JAX has called the equation of a nested `jax.jit`.
 JIT_PRIMITIVES = frozenset({"jit", "pjit"})
+#: Names under which JAX has called the equation of a jaxpr applied as it is.
+CLOSED_CALL_PRIMITIVES = frozenset({closed_call_p.name, "closed_call", "core_closed_call"})
+
+
+def _folder(package: str) -> str:
+    """Where a package is installed; it is not imported, as a user may do without it."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    return f"{pathlib.Path(spec.origin).parent}/"
+
+
 #: Frames of files in these folders are never the line a user wrote.
 LIBRARY_FOLDERS = (
-    *(f"{pathlib.Path(str(m.__file__)).parent}/" for m in (jax, jact_kernels, optax, flax)),
-    str(pathlib.Path(__file__).parent) + "/",
+    *map(_folder, ("jact", "jact_kernels", "jax", "flax", "optax")),
     "<frozen",
 )
 
@@ -33,9 +41,18 @@ LIBRARY_FOLDERS = (
 _ClosedJaxpr: Any = getattr(jex, "ClosedJaxpr", jex.Jaxpr)
 
 
-def with_constants(closed: Any, consts: Sequence[Any]) -> Any:
-    """A closed jaxpr with other constants, which may be tracers."""
-    return _ClosedJaxpr(closed.jaxpr, list(consts))
+def call_jaxpr(closed: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Applies a closed jaxpr to other constants and arguments, as one equation.
+
+    Under a trace it costs the same however large the jaxpr is; outside it runs operation by
+    operation. Lowering inlines it.
+    """
+    jaxpr = closed.jaxpr
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    # What the inputs were called is known for the arguments alone.
+    names = jaxpr.debug_info.with_unknown_names()
+    call = _ClosedJaxpr(jaxpr.replace(constvars=[], invars=inputs, debug_info=names), [])
+    return list(closed_call_p.bind(*consts, *args, call_jaxpr=call))
 
 
 def as_closed(jaxpr: Any) -> Any:

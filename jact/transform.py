@@ -10,6 +10,7 @@ from typing import Any, overload
 
 import jax
 
+from jact import doors
 from jact.engine.compressed import Prepared, compressed, prepare
 from jact.engine.select import plan_of
 from jact.engine.trace import Traced, function_name, keep_filter
@@ -23,12 +24,16 @@ def compress[**P, R](
     policy: PolicyLike = "int4",
     *,
     keep: int | str | Sequence[int | str] = (0,),
+    methods: Sequence[str] | None = None,
 ) -> Callable[P, R]: ...
 
 
 @overload
 def compress(
-    *, policy: PolicyLike = "int4", keep: int | str | Sequence[int | str] = (0,)
+    *,
+    policy: PolicyLike = "int4",
+    keep: int | str | Sequence[int | str] = (0,),
+    methods: Sequence[str] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 
 
@@ -37,6 +42,7 @@ def compress(
     policy: PolicyLike = "int4",
     *,
     keep: int | str | Sequence[int | str] = (0,),
+    methods: Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """Makes a part of a model save its residuals compressed when it is differentiated.
 
@@ -45,20 +51,28 @@ def compress(
     place of full activations. Arguments that are arrays (at any depth of a pytree) are traced; all
     others, such as Python numbers, strings and functions, are static, as they are for `fun` itself.
 
+    Of Flax, it takes what `flax.linen.remat` and `flax.nnx.remat` take, and more: a Linen class, a
+    `functools.partial` of one, or an instance; an NNX instance or class; a method, bound or not, or
+    as a decorator; a function with modules among its arguments. Parameters, names, state and random
+    numbers are those of the plain model. A module's variables are kept by reference.
+
     Args:
-        fun: the function. Omitted, the result is a decorator.
+        fun: the function, method, class or module. Omitted, the result is a decorator.
         policy: how residuals are stored: a preset ("int8", "int4", "int2", "int1", "bf16", "fp8",
             "fp8_e5m2", "off"), a codec, a `jact.Policy` or a `jact.Plan`.
         keep: positions of positional arguments, or names of keyword arguments, that outlive the
             call (parameters) and are kept by reference, as is what `fun` closes over. The
             floating-point arrays in all other arguments are activations, and are encoded where the
-            backward pass needs them.
+            backward pass needs them. For a method, position 0 is the module.
+        methods: which methods of a class or of an instance to compress; `__call__` when None.
 
     Returns:
-        The function, with `fun` as its `__wrapped__`. It works as a method, too.
+        The function, with `fun` as its `__wrapped__`; it works as a method, too. For a class, a
+        subclass of the same name; for an instance, one of that subclass, which of NNX shares all
+        its state with the instance given.
 
     Raises:
-        TypeError: when `fun` is not callable, or `policy` or `keep` is of the wrong type.
+        TypeError: when `fun` is none of these, or `policy` or `keep` is of the wrong type.
         ValueError: for an unknown preset.
 
     References:
@@ -74,9 +88,21 @@ def compress(
     True
     """
     if fun is None:
-        return functools.partial(compress, policy=policy, keep=keep)
-    if not callable(fun):
-        raise TypeError(f"fun must be callable, got {fun!r}")
+        return functools.partial(compress, policy=policy, keep=keep, methods=methods)
+    door = doors.of_target(fun)
+    if door is not None:
+        return door.compress(fun, resolve(policy), keep, methods)
+    if isinstance(fun, type) or not callable(fun):
+        raise TypeError(
+            "fun must be callable: a function, a method, a Linen class (or a partial of one) or "
+            f"instance, or an NNX class or instance; got {fun!r}. Of modules of another kind, "
+            "compress a function or a method: jact.compress(lambda module, x: module(x))."
+        )
+    if methods is not None:
+        raise ValueError(f"methods is for modules and their classes, got it with {fun!r}")
+    method = doors.unbound(fun)
+    if method is not None:
+        return Compressed(method, resolve(policy), keep_filter(method, keep)).__get__(fun.__self__)
     return Compressed(fun, resolve(policy), keep_filter(fun, keep))
 
 
@@ -86,7 +112,10 @@ class Compressed:
     Attributes:
         __wrapped__: the function as it was.
         policy: how residuals are stored; None leaves the function alone.
+        is_kept: whether the argument at a position or of a name is kept by reference.
     """
+
+    __wrapped__: Callable[..., Any]
 
     def __init__(
         self,
@@ -98,16 +127,25 @@ class Compressed:
     ):
         functools.update_wrapper(self, fun)
         self.policy = policy
-        self._is_kept = is_kept
+        self.is_kept = is_kept
         self._has_aux = has_aux
         self._differentiated = differentiated
         self._instance: tuple[Any, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
+        args = (*self._instance, *args)
         if self.policy is None:
-            return self.__wrapped__(*self._instance, *args, **kwargs)  # type: ignore[attr-defined]
-        traced = self.trace(*args, **kwargs)
+            return self.__wrapped__(*args, **kwargs)
+        door = self._door(args, kwargs)
+        if door is not None:
+            return door.call(self, args, kwargs)
+        return self.run(args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the function with arguments that are pytrees of arrays, whatever their nodes."""
+        assert self.policy is not None
+        traced = self._trace(args, kwargs)
         run = compressed(
             traced.closed,
             traced.inputs,
@@ -125,13 +163,6 @@ class Compressed:
                 'saves compressed serves a backward pass alone. Use reverse mode, or policy="off".'
             ) from error
 
-    def trace(self, *args: Any, **kwargs: Any) -> Traced:
-        """Traces the function at some arguments, which may be arrays or types."""
-        fun: Callable[..., Any] = self.__wrapped__  # type: ignore[attr-defined]
-        args = (*self._instance, *args)
-        differentiated = [n % max(len(args), 1) for n in self._differentiated]
-        return Traced(fun, args, kwargs, self._is_kept, self._has_aux, differentiated)
-
     def prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], rewritten: bool = True
     ) -> Prepared:
@@ -145,7 +176,18 @@ class Compressed:
             raise ValueError(
                 'policy "off" leaves the function as it is: there is nothing to analyse'
             )
-        traced = self.trace(*args, **kwargs)
+        args = (*self._instance, *args)
+        door = self._door(args, kwargs)
+        if door is not None:
+            return door.prepare(self, args, kwargs, rewritten)
+        return self.analyse(args, kwargs, rewritten)
+
+    def analyse(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], rewritten: bool = True
+    ) -> Prepared:
+        """`prepare` for arguments that are pytrees of arrays, whatever their nodes."""
+        assert self.policy is not None
+        traced = self._trace(args, kwargs)
         outs = [v.aval.shape for v in traced.closed.jaxpr.outvars]
         if self._differentiated and outs[: traced.num_differentiated_outputs] != [()]:
             raise TypeError(
@@ -161,6 +203,22 @@ class Compressed:
             rewritten,
         )
 
+    def _door(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+        # What is differentiated with respect to a module gets its copy, as under `jax.grad`.
+        return None if self._differentiated else doors.of_call(args, kwargs)
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        differentiated = [n % max(len(args), 1) for n in self._differentiated]
+        fun = self.__wrapped__
+        return Traced(fun, args, kwargs, self.is_kept, self._has_aux, differentiated)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        # Flax looks at the methods of a new class, and wants functions.
+        door = doors.of_owner(owner)
+        method = None if door is None else door.method(self, owner)
+        if method is not None:
+            setattr(owner, name, method)
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self
@@ -169,7 +227,7 @@ class Compressed:
         return bound
 
     def __repr__(self) -> str:
-        return f"jact.compress({function_name(self.__wrapped__)})"  # type: ignore[attr-defined]
+        return f"jact.compress({function_name(self.__wrapped__)})"
 
 
 def value_and_grad(
@@ -288,7 +346,8 @@ def as_compressed(
     fun: Callable[..., Any], policy: PolicyLike, argnums: int | Sequence[int], has_aux: bool
 ) -> Compressed:
     """The `Compressed` inside a function that jact made, or one for differentiating `fun`."""
-    inner: Any = fun
+    method = vars(type(fun)).get("__call__")
+    inner: Any = method.__get__(fun) if isinstance(method, Compressed) else fun
     while inner is not None and not isinstance(inner, Compressed):
         inner = getattr(inner, "__wrapped__", None)
     return _differentiated(fun, argnums, has_aux, policy) if inner is None else inner

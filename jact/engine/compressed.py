@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
 
 from jact import compat
 from jact.engine import backward, forward
@@ -118,8 +117,7 @@ def compressed(
     num_consts = len(closed.consts)
 
     def plain(*values: Any) -> list[Any]:
-        call = compat.with_constants(closed, values[:num_consts])
-        return list(jex.jaxpr_as_fun(call)(*values[num_consts:]))
+        return compat.call_jaxpr(closed, values[:num_consts], values[num_consts:])
 
     @jax.custom_vjp
     def run(*values: Any) -> list[Any]:

@@ -110,7 +110,7 @@ def _inlinable(eqn: Equation) -> _Call | None:
         closed = eqn.params["jaxpr"]
         shardings = compat.jit_shardings(eqn)
         return None if shardings is None else _Call(closed.jaxpr, closed.consts, *shardings)
-    if eqn.primitive.name in ("closed_call", "core_call", "core_closed_call"):
+    if eqn.primitive.name in compat.CLOSED_CALL_PRIMITIVES:
         closed = compat.as_closed(eqn.params["call_jaxpr"])
         return _Call(closed.jaxpr, closed.consts)
     return None

@@ -95,7 +95,7 @@ class _Calls:
         # A method inherited from a module is replaced there; one from a mixin, in the module.
         if owner is None or (owner is not cls and issubclass(owner, base)):
             return
-        replacement = _in_scope(vars(owner)["__call__"])
+        replacement = in_scope(vars(owner)["__call__"])
         self._replaced[cls] = replacement, vars(cls).get("__call__")
         cls.__call__ = replacement  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -120,7 +120,7 @@ def _subclasses(cls: type) -> Iterator[type]:
         yield from _subclasses(subclass)
 
 
-def _in_scope(method: Any) -> Callable[..., Any]:
+def in_scope(method: Any) -> Callable[..., Any]:
     """A `__call__` that runs `method` in the scope of its module, while jact is tracing."""
 
     @functools.wraps(method)

@@ -151,8 +151,9 @@ def keep_filter(
 def _unchanged_modules(args: Any, name: str) -> Iterator[None]:
     """Sees to it that no state of an NNX module is lost.
 
-    A traced function is given copies of the modules among its arguments. What it writes to them
-    (BatchNorm statistics, the counts of random streams) would never reach the caller's.
+    A function differentiated as `jax.grad` does is given copies of the modules among its arguments.
+    What it writes to them (BatchNorm statistics, the counts of random streams) would never reach
+    the caller's.
 
     Raises:
         ValueError: when the function has written to a module, once it has run.
@@ -171,13 +172,8 @@ def _unchanged_modules(args: Any, name: str) -> Iterator[None]:
             raise ValueError(
                 f"{name} writes to the state of its argument, a {type(module).__name__} (BatchNorm "
                 "statistics and counts of random streams are such state), and what it writes would "
-                "be lost. Pass the parts of the module and return the new state:\n"
-                "    graph, params, rest = nnx.split(model, nnx.Param, ...)\n"
-                "    def loss(params, rest, batch):\n"
-                "        model = nnx.merge(graph, params, rest, copy=True)\n"
-                "        ...\n"
-                "        return value, nnx.split(model, nnx.Param, ...)[2]\n"
-                "    (value, rest), grads = jact.value_and_grad(loss, has_aux=True)(...)"
+                "be lost, as under jax.value_and_grad. Use jact.nnx.value_and_grad (or "
+                "jact.nnx.grad), which takes the place of flax.nnx.value_and_grad."
             )
 
 

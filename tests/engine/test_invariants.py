@@ -13,7 +13,7 @@ from jax.extend import core as jex
 
 import jact
 from benchmarks.models import MODELS
-from jact import codecs
+from jact import codecs, compat
 from jact.memory import peak
 from tests.transform import cases
 from tests.transform.cases import PARAMS, ROWS, WIDTH, V, W, X, net
@@ -81,8 +81,9 @@ def test_forward_pass_is_the_plain_one(case: cases.Case) -> None:
     plain = jax.make_jaxpr(case.fun)(*args)
     primal = jax.make_jaxpr(jact.compress(case.fun))(*args)
 
+    calls = {"jit", "pjit", "custom_vjp_call", "custom_jvp_call", *compat.CLOSED_CALL_PRIMITIVES}
+
     def names(jaxpr: Any) -> collections.Counter[str]:
-        calls = ("jit", "pjit", "custom_vjp_call", "custom_jvp_call", "closed_call")
         return collections.Counter(
             e.primitive.name for e in all_equations(jaxpr) if e.primitive.name not in calls
         )

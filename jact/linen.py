@@ -1,0 +1,173 @@
+"""The Linen door: modules, their methods and functions of modules, by Flax's own lifting.
+
+A lifted function sees the variables and random streams of its modules as arguments, and what it
+writes to them as results. So all of a module's state comes out as in the plain model, and its
+variables are inputs that jact keeps by reference, whatever collection they are in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import lift
+
+from jact.engine.trace import function_name, keep_filter
+from jact.plan import Plan
+from jact.policy import Policy
+from jact.transform import Compressed
+
+type Keep = int | str | Sequence[int | str]
+type IsKept = Callable[[int | str], bool]
+
+#: The name under which a lifted function takes variables and random streams.
+_STATE = "variables and random streams"
+
+
+def is_target(target: Any) -> bool:
+    """Whether `target` is a Linen class, a partial of one, or an instance."""
+    if isinstance(target, functools.partial):
+        target = target.func
+    return isinstance(target, nn.Module) or (
+        isinstance(target, type) and issubclass(target, nn.Module)
+    )
+
+
+def compress(
+    target: Any, policy: Policy | Plan | None, keep: Keep, methods: Sequence[str] | None
+) -> Any:
+    """Compresses a Linen class, a partial of one, or an instance; see `jact.compress`."""
+    if isinstance(target, nn.Module):
+        return _instance(target, policy, keep, methods)
+    if isinstance(target, functools.partial):
+        cls = compress(target.func, policy, keep, methods)
+        return functools.partial(cls, *target.args, **target.keywords)
+    if policy is None:
+        return target
+    # A class of its own for every call of `nn.compact` would be slow, and never equal to itself.
+    return _class(target, policy, _hashable(keep), tuple(methods or ("__call__",)))
+
+
+def takes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a module that is bound to variables is an argument."""
+    return any(_is_bound(x) for x in (*args, *kwargs.values()))
+
+
+def call(function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a compressed function of a bound module and other arguments."""
+    fun = function.__wrapped__
+    if args and _is_bound(args[0]):
+        return method(function, type(args[0]))(*args, **kwargs)
+    # Flax lifts functions whose first argument is the module.
+    module = next(x for x in (*args, *kwargs.values()) if _is_bound(x))
+
+    @functools.wraps(fun)
+    def module_first(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    is_kept: IsKept = lambda where: function.is_kept(where - 1 if isinstance(where, int) else where)
+    lifted = nn.transforms.lift_transform(_lift, module_first, function.policy, is_kept)
+    return lifted(module, *args, **kwargs)
+
+
+def prepare(
+    function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any], rewritten: bool
+) -> Any:
+    """Analysing a function of a bound module is not possible: it lives within a call of `apply`."""
+    raise TypeError(
+        f"{function_name(function)} was given a module that is bound to variables, which exists "
+        "within a call of `apply` alone: analyse a function that calls `apply`"
+    )
+
+
+def is_method(method: Any) -> bool:
+    """Whether a bound method is a user's, of a module, rather than `apply`, `init` and the like."""
+    module = method.__self__
+    return isinstance(module, nn.Module) and not hasattr(nn.Module, method.__name__)
+
+
+def method(function: Compressed, owner: type) -> Callable[..., Any]:
+    """The method that a compressed function is in a class of modules."""
+    del owner
+    fun = function.__wrapped__
+    if hasattr(function, "compact") and not hasattr(fun, "compact"):
+        fun = nn.compact(fun)  # `nn.compact` was written above `jact.compress`.
+    return nn.transforms.lift_transform(_lift, fun, function.policy, function.is_kept)
+
+
+def _lift(
+    fun: Callable[..., Any], policy: Policy | Plan | None, is_kept: IsKept
+) -> Callable[..., Any]:
+    """Lifts a function of scopes and other arguments, as `flax.core.lift.checkpoint` does."""
+
+    def inner(
+        scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Outside of any trace there is nothing to differentiate: initialising, and evaluating.
+        leaves = jax.tree.leaves((variables, rngs, args, kwargs))
+        if policy is None or not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            scopes = scope_fn(variables, rngs)
+            return fun(scopes, *args, **kwargs), repack_fn(scopes)
+
+        # The place of the module stays empty, so that the other arguments keep theirs.
+        @functools.wraps(fun)
+        def pure(_: None, /, *args: Any, **kwargs: Any) -> Any:
+            scopes = scope_fn(*kwargs.pop(_STATE))
+            return fun(scopes, *args, **kwargs), repack_fn(scopes)
+
+        function = Compressed(pure, policy, lambda where: where == _STATE or is_kept(where))
+        return function.run((None, *args), kwargs | {_STATE: (variables, rngs)})
+
+    return lift.pack(inner, (True,), (True,), (True,), name="compress", enable_kwargs=True)
+
+
+@functools.lru_cache(maxsize=256)
+def _class(
+    cls: type[nn.Module], policy: Policy | Plan, keep: Any, methods: tuple[str, ...]
+) -> type[nn.Module]:
+    options = {}
+    for name in methods:
+        fun = inspect.getattr_static(cls, name, None)
+        if not callable(fun):
+            raise TypeError(
+                f"{cls.__name__} has no method {name!r} to compress; name those to compress: "
+                f"jact.compress({cls.__name__}, methods=[...])"
+            )
+        options[name] = {"policy": policy, "is_kept": keep_filter(getattr(cls, name), keep)}
+    lifted = nn.transforms.lift_transform(_lift, cls, methods=options)
+    # Flax names modules after their class, and draws their parameters by that name.
+    for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(lifted, attribute, getattr(cls, attribute))
+    return lifted
+
+
+def _instance(
+    module: nn.Module, policy: Policy | Plan | None, keep: Keep, methods: Sequence[str] | None
+) -> Any:
+    if policy is None:
+        return module
+    if not _is_bound(module):
+        fields = {f.name for f in dataclasses.fields(module) if f.init} - {"parent"}
+        cls = compress(type(module), policy, keep, methods)
+        return cls(parent=module.parent, **{name: getattr(module, name) for name in fields})
+    # It has its place and its name in the module that made it, and must keep them.
+    if methods is not None:
+        raise ValueError(
+            f"methods cannot be chosen for {type(module).__name__}, which is part of a module "
+            "already: compress its class, or the method: jact.compress(module.method)"
+        )
+    fun = type(module).__call__
+    return Compressed(fun, policy, keep_filter(fun, keep)).__get__(module)
+
+
+def _is_bound(x: Any) -> bool:
+    return isinstance(x, nn.Module) and x.scope is not None
+
+
+def _hashable(keep: Keep) -> Any:
+    return keep if isinstance(keep, int | str) else tuple(keep)
