@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,7 +87,8 @@ def prepare(
 def is_method(method: Any) -> bool:
     """Whether a bound method is a user's, of a module, rather than `apply`, `init` and the like."""
     module = method.__self__
-    return isinstance(module, nn.Module) and not hasattr(nn.Module, method.__name__)
+    own = getattr(nn.Module, method.__name__, None)
+    return isinstance(module, nn.Module) and method.__func__ is not own
 
 
 def method(function: Compressed, owner: type) -> Callable[..., Any]:
@@ -132,8 +132,7 @@ def _class(
 ) -> type[nn.Module]:
     options = {}
     for name in methods:
-        fun = inspect.getattr_static(cls, name, None)
-        if not callable(fun):
+        if not any(callable(vars(base).get(name)) for base in cls.__mro__):
             raise TypeError(
                 f"{cls.__name__} has no method {name!r} to compress; name those to compress: "
                 f"jact.compress({cls.__name__}, methods=[...])"

@@ -125,7 +125,15 @@ def _gradient(
 ) -> Callable[..., Any]:
     """`flax.nnx`'s own transformation of the function, compressed."""
     if f is None:
-        return functools.partial(_gradient, transform, argnums=argnums, has_aux=has_aux, policy=policy, options=options, modes=modes)
+        return functools.partial(
+            _gradient,
+            transform,
+            argnums=argnums,
+            has_aux=has_aux,
+            policy=policy,
+            options=options,
+            modes=modes,
+        )
     resolved = resolve(policy)
     chosen = (argnums,) if isinstance(argnums, int | nnx.DiffState) else tuple(argnums)
     # An integer means a module's parameters, or, where modules are plain pytrees, all of them.

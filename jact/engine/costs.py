@@ -182,8 +182,15 @@ STATISTIC_FRACTION = 1 / 16
 
 def is_dear(eqn: Equation) -> bool:
     """Whether an equation, or one inside of it, is too dear to run again."""
-    if eqn.effects or eqn.primitive.name in DEAR:
-        return True
+    return bool(eqn.effects) or eqn.primitive.name in DEAR or _holds_dear(eqn)
+
+
+def is_cheap_branch(eqn: Equation) -> bool:
+    """Whether an equation is a `cond` of cheap branches, such as a codec's choice of rounding."""
+    return eqn.primitive.name == "cond" and not eqn.effects and not _holds_dear(eqn)
+
+
+def _holds_dear(eqn: Equation) -> bool:
     return any(
         is_dear(inner)
         for jaxpr in jex.jaxprs_in_params(eqn.params)

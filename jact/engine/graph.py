@@ -171,7 +171,8 @@ class _Builder:
         operands = programs.operands(eqn)
         made = [self.graph.values[v] for v in operands if v in self.graph.values]
         base = f"{module_path(eqn)}{eqn.primitive.name}"
-        dear = self._is_dear(eqn, base)
+        # A branch is pinned lest it be chosen by inexact values; of free ones it is free.
+        dear = not (not made and costs.is_cheap_branch(eqn)) and self._is_dear(eqn, base)
         origin = origin_of_result((self.origins[v] for v in operands), dear)
         roots = frozenset().union(*map(self._roots, operands))
         # The statistics of scores that are computed again must be those of the scores as they come
