@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.extend.core.primitives import closed_call_p
@@ -58,6 +59,11 @@ def call_jaxpr(closed: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[
 def as_closed(jaxpr: Any) -> Any:
     """A closed jaxpr, from an open one without constants or from one that is closed already."""
     return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, [])
+
+
+def any_tracer(tree: Any) -> bool:
+    """Whether a pytree holds a value of some trace: of `jax.jit`, a derivative, a loop."""
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def equations(jaxpr: Any) -> list[Any]:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
-import jax
 from flax.core import lift
 
+from jact import compat
 from jact.engine.trace import function_name, keep_filter
 from jact.plan import Plan
 from jact.policy import Policy
@@ -69,7 +69,9 @@ def call(function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     def module_first(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return fun(*args, **kwargs)
 
-    is_kept: IsKept = lambda where: function.is_kept(where - 1 if isinstance(where, int) else where)
+    def is_kept(where: int | str) -> bool:
+        return function.is_kept(where - 1 if isinstance(where, int) else where)
+
     lifted = nn.transforms.lift_transform(_lift, module_first, function.policy, is_kept)
     return lifted(module, *args, **kwargs)
 
@@ -109,8 +111,7 @@ def _lift(
         scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         # Outside of any trace there is nothing to differentiate: initialising, and evaluating.
-        leaves = jax.tree.leaves((variables, rngs, args, kwargs))
-        if policy is None or not any(isinstance(x, jax.core.Tracer) for x in leaves):
+        if policy is None or not compat.any_tracer((variables, rngs, args, kwargs)):
             scopes = scope_fn(variables, rngs)
             return fun(scopes, *args, **kwargs), repack_fn(scopes)
 
@@ -138,7 +139,7 @@ def _class(
                 f"jact.compress({cls.__name__}, methods=[...])"
             )
         options[name] = {"policy": policy, "is_kept": keep_filter(getattr(cls, name), keep)}
-    lifted = nn.transforms.lift_transform(_lift, cls, methods=options)
+    lifted: Any = nn.transforms.lift_transform(_lift, cls, methods=options)
     # Flax names modules after their class, and draws their parameters by that name.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(lifted, attribute, getattr(cls, attribute))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
+from jact import compat
 from jact.engine.compressed import Prepared
 from jact.engine.scopes import in_scope
 from jact.engine.trace import keep_filter
@@ -200,7 +202,7 @@ def takes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def call(function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a compressed function with modules among its arguments."""
     # Outside of any trace there is nothing to differentiate.
-    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+    if not compat.any_tracer((args, kwargs)):
         return function.__wrapped__(*args, **kwargs)
     with nnx.update_context(_TAG):
         pure = _Pure(function.__wrapped__, args, kwargs)
@@ -240,7 +242,7 @@ class _Pure:
         self._fun = fun
         self._nodes, (self.args, self.kwargs) = _take_nodes((args, kwargs))
         with nnx.split_context(_TAG) as context:
-            self._graph, self.kwargs[_STATE] = context.split(self._nodes)
+            self._graph, self.kwargs[_STATE] = context.split((self._nodes, []))
 
     def compressed(self, function: Compressed) -> Compressed:
         """The pure function, compressed as `function` is, with the state kept by reference."""
@@ -258,24 +260,56 @@ class _Pure:
         """Calls the function; returns its result, and the new graph and state of all objects."""
         state = kwargs.pop(_STATE)
         with nnx.merge_context(_TAG, inner=True) as context:
-            nodes = context.merge(self._graph, state)
+            nodes, _ = context.merge(self._graph, state)
         args, kwargs = _put_nodes((args, kwargs), nodes)
-        # Layers are named after their place in the module, as when its own `__call__` is called.
-        is_method = bool(args) and isinstance(args[0], nnx.Module)
-        fun = in_scope(self._fun) if is_method else self._fun
-        out_nodes, out = _take_nodes(fun(*args, **kwargs))
+        out_nodes, out = _take_nodes(_call(self._fun, args, kwargs))
         with nnx.split_context(_TAG) as context:
             graph, new_state = context.split((nodes, out_nodes))
         return out, graph, _changes(state, new_state)
 
     def finish(self, result: tuple[Any, Any, Any]) -> Any:
-        """Writes the new state to the caller's objects and returns the function's own result."""
+        """Writes what has changed to the caller's objects; returns the function's own result."""
         out, graph, changes = result
         old = self.kwargs[_STATE]
-        _check_writable(self._nodes, old, changes)
+        new = _changed(old, changes)
+        if self._write(graph, old, new):
+            return out
         with nnx.merge_context(_TAG, inner=False) as context:
-            _, nodes = context.merge(graph, _changed(old, changes))
+            _, nodes = context.merge(graph, new)
         return _put_nodes(out, nodes)
+
+    def _write(self, graph: Any, old: Any, new: Any) -> bool:
+        """Writes to variables alone, if no more than that has changed.
+
+        So a module of an outer trace may be read, or be one of several of which others are written
+        to; NNX lets nobody write to it.
+        """
+        if graph.with_no_outer_index() != self._graph.with_no_outer_index():
+            return False
+        before, after = (jax.tree.leaves(state, is_leaf=_is_node) for state in (old, new))
+        pairs = list(zip(before, after, strict=True))
+        if any(a is not b for a, b in pairs if not isinstance(a, nnx.Variable)):
+            return False
+        moved = [(a, b) for a, b in pairs if isinstance(a, nnx.Variable)]
+        variables = jax.tree.leaves(nnx.variables(self._nodes), is_leaf=_is_node)
+        for variable, (a, b) in zip(variables, moved, strict=True):
+            if a.get_raw_value() is not b.get_raw_value():
+                variable.set_raw_value(b.get_raw_value())
+        return True
+
+
+def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function; if it is about a module, as if it were the module's `__call__`.
+
+    So layers are named after their place in the module, as they are when it is called itself.
+    """
+    if not args or not isinstance(args[0], nnx.Module):
+        return fun(*args, **kwargs)
+
+    def __call__(self: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        return fun(self, *args, **kwargs)
+
+    return in_scope(__call__)(*args, **kwargs)
 
 
 class _Loss:
@@ -284,11 +318,14 @@ class _Loss:
     def __init__(
         self,
         fun: Callable[..., Any],
-        differentiated: dict[int, nnx.filterlib.Filter],
+        differentiated: Mapping[int, nnx.filterlib.Filter],
         has_aux: bool,
         policy: Policy | Plan,
     ):
         functools.update_wrapper(self, fun)
+        if isinstance(fun, functools.partial):
+            # To NNX, a partial takes positional arguments alone; its keywords are settled.
+            self.__signature__ = inspect.signature(lambda *args: None)
         self._fun = fun
         self._predicates = {i: nnx.filterlib.to_predicate(f) for i, f in differentiated.items()}
         self._has_aux = has_aux
@@ -334,7 +371,7 @@ class _Loss:
         owners += [None] * (count - len(owners) - len(jax.tree.leaves(pure.kwargs[_STATE])))
         entries, _ = jax.tree_util.tree_flatten_with_path(pure.kwargs[_STATE], is_leaf=_is_node)
         for path, variable in entries:
-            node, *rest = (key.key for key in path)
+            _, node, *rest = (key.key for key in path)
             holder = holders[node] if node < len(holders) else None
             predicate = self._predicates.get(holder) if holder is not None else None
             moves = predicate is not None and (not rest or predicate(tuple(rest), variable))
@@ -378,16 +415,6 @@ def _changes(old: Any, new: Any) -> tuple[list[Any], Any]:
     leaves, definition = jax.tree.flatten(new)
     # What went through a compressed function comes out as another tracer, even if it is the same.
     return [_Unchanged(positions[id(x)]) if id(x) in positions else x for x in leaves], definition
-
-
-def _check_writable(nodes: Sequence[Any], old: Any, changes: tuple[list[Any], Any]) -> None:
-    """Has NNX raise where a call has changed a variable of another trace than the caller's."""
-    unchanged = {x.position for x in changes[0] if isinstance(x, _Unchanged)}
-    values = {id(x) for i, x in enumerate(jax.tree.leaves(old)) if i not in unchanged}
-    if values:
-        for _, node in nnx.iter_graph(nodes):
-            if isinstance(node, nnx.Variable) and id(node.get_raw_value()) in values:
-                node.set_raw_value(node.get_raw_value())
 
 
 def _changed(old: Any, changes: tuple[list[Any], Any]) -> Any:

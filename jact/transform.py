@@ -102,7 +102,8 @@ def compress(
         raise ValueError(f"methods is for modules and their classes, got it with {fun!r}")
     method = doors.unbound(fun)
     if method is not None:
-        return Compressed(method, resolve(policy), keep_filter(method, keep)).__get__(fun.__self__)
+        module = fun.__self__  # type: ignore[attr-defined]
+        return Compressed(method, resolve(policy), keep_filter(method, keep)).__get__(module)
     return Compressed(fun, resolve(policy), keep_filter(fun, keep))
 
 
