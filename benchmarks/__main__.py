@@ -1,15 +1,16 @@
-"""The command line: `python -m benchmarks {peak,time,fidelity,frontier,codecs,kernels} ...`."""
+"""The command line: `python -m benchmarks {peak,time,fidelity,flax,frontier,codecs,kernels} ...`."""
 
 import argparse
 from collections.abc import Sequence
 
 import jact.memory
-from benchmarks import codecs, fidelity, frontier, kernels, options, output, peak, time
+from benchmarks import codecs, fidelity, flax, frontier, kernels, options, output, peak, time
 
 COMMANDS = {
     "peak": peak,
     "time": time,
     "fidelity": fidelity,
+    "flax": flax,
     "frontier": frontier,
     "codecs": codecs,
     "kernels": kernels,

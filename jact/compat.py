@@ -61,9 +61,24 @@ def as_closed(jaxpr: Any) -> Any:
     return jaxpr if hasattr(jaxpr, "consts") else _ClosedJaxpr(jaxpr, [])
 
 
+def is_tracer(x: Any) -> bool:
+    """Whether a value is one of some trace."""
+    return isinstance(x, Tracer)
+
+
 def any_tracer(tree: Any) -> bool:
     """Whether a pytree holds a value of some trace: of `jax.jit`, a derivative, a loop."""
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
+    return any(map(is_tracer, jax.tree.leaves(tree)))
+
+
+def is_differentiated(x: Any) -> bool:
+    """Whether a value is one that is being differentiated with respect to, or follows from one."""
+    return type(x).__name__ in ("JVPTracer", "LinearizeTracer")
+
+
+def is_argument(x: Any) -> bool:
+    """Whether a value is an argument of the function that is being traced, for `jax.jit` say."""
+    return type(x).__name__ == "DynamicJaxprTracer" and getattr(x, "parent", x) is None
 
 
 def equations(jaxpr: Any) -> list[Any]:

@@ -147,6 +147,9 @@ class Compressed:
         """Calls the function with arguments that are pytrees of arrays, whatever their nodes."""
         assert self.policy is not None
         traced = self._trace(args, kwargs)
+        # A plan says what is saved, so nothing else may be.
+        if not isinstance(self.policy, Plan):
+            traced.keep_arguments()
         run = compressed(
             traced.closed,
             traced.inputs,

@@ -16,7 +16,7 @@ from benchmarks.models.mlp import mlp
 from benchmarks.models.resnet import resnet
 from benchmarks.models.scanned import ScannedTransformer
 from benchmarks.models.swin import swin
-from benchmarks.models.task import DTYPES, Task
+from benchmarks.models.task import DTYPES, Task, Wrap
 from benchmarks.models.transformer import transformer
 from benchmarks.models.unet import unet
 from benchmarks.models.vit import vit
@@ -45,7 +45,7 @@ class Model:
         batch: int | None = None,
         layers: int | None = None,
         dtype: str = "f32",
-        remat: bool = False,
+        remat: Wrap = False,
     ) -> Task:
         """Builds the model; no parameter is allocated before `Task.init` is called.
 
@@ -53,7 +53,8 @@ class Model:
             batch: Number of examples; the model's own if None.
             layers: Number of repeated blocks; the model's own if None.
             dtype: What the model computes in, "f32" or "bf16"; parameters are always float32.
-            remat: Whether each block is wrapped in `nn.remat`.
+            remat: Whether each block is wrapped in `nn.remat`; or a function of the block's class
+                that wraps it instead.
 
         Returns:
             The task.

@@ -12,6 +12,7 @@ from benchmarks.models.task import (
     cross_entropy,
     linen_task,
     maybe_remat,
+    maybe_wrap,
     random_images,
 )
 
@@ -32,6 +33,11 @@ class Block(nn.Module):
         return nn.relu(x + norm()(conv()(y)))
 
 
+def _stem(module: nn.Module, x: jax.Array) -> jax.Array:
+    x = nn.Conv(module.channels, (3, 3), use_bias=False, dtype=module.dtype)(x)
+    return nn.relu(nn.BatchNorm(use_running_average=False, dtype=module.dtype)(x))
+
+
 class ConvNet(nn.Module):
     """A stem, `layers` basic blocks, global average pooling and a classifier."""
 
@@ -42,8 +48,7 @@ class ConvNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(self.channels, (3, 3), use_bias=False, dtype=self.dtype)(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
+        x = maybe_wrap(_stem, self.remat)(self, x)
         block = maybe_remat(Block, self.remat)
         for i in range(self.layers):
             x = block(self.channels, self.dtype, name=f"Block_{i}")(x)

@@ -12,6 +12,7 @@ from benchmarks.models.task import (
     cross_entropy,
     linen_task,
     maybe_remat,
+    maybe_wrap,
     random_images,
 )
 
@@ -39,6 +40,12 @@ class Bottleneck(nn.Module):
         return nn.relu(x + y)
 
 
+def _stem(module: nn.Module, x: jax.Array) -> jax.Array:
+    x = nn.Conv(64, (7, 7), 2, padding=3, use_bias=False, dtype=module.dtype)(x)
+    x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=module.dtype)(x))
+    return nn.max_pool(x, (3, 3), (2, 2), padding="SAME")
+
+
 class ResNet(nn.Module):
     """A max-pooled stem, one bottleneck for each entry of `channels`, and a classifier."""
 
@@ -48,9 +55,7 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(64, (7, 7), 2, padding=3, use_bias=False, dtype=self.dtype)(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
-        x = nn.max_pool(x, (3, 3), (2, 2), padding="SAME")
+        x = maybe_wrap(_stem, self.remat)(self, x)
         block = maybe_remat(Bottleneck, self.remat)
         width = self.channels[0]
         for i, channels in enumerate(self.channels):

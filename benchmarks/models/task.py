@@ -2,12 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+
+#: Whether `nn.remat` wraps each block of a model, or what wraps it instead.
+type Wrap = bool | Callable[[type[nn.Module]], type[nn.Module]]
 
 DTYPES = {"f32": jnp.dtype(jnp.float32), "bf16": jnp.dtype(jnp.bfloat16)}
 
@@ -113,10 +116,19 @@ def random_images(
     return batch
 
 
-def maybe_remat(block: type[nn.Module], remat: bool) -> type[nn.Module]:
+def maybe_remat(block: type[nn.Module], remat: Wrap) -> type[nn.Module]:
     """Returns `block`, wrapped in `nn.remat` (it keeps its input alone) if `remat` is set.
 
     Give the instance an explicit name: Flax would name a wrapped class differently, and the two
     models could not share parameters.
     """
+    if callable(remat):
+        return remat(block)
     return nn.remat(block) if remat else block
+
+
+def maybe_wrap[**P](
+    function: Callable[Concatenate[nn.Module, P], jax.Array], remat: Wrap
+) -> Callable[Concatenate[nn.Module, P], jax.Array]:
+    """Returns a function of a module, wrapped as the blocks are, but never in `nn.remat`."""
+    return remat(function) if callable(remat) else function  # type: ignore[arg-type, return-value]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,22 +40,23 @@ class Traced:
     ):
         paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
         leaves = [leaf for _, leaf in paths]
-        arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        slots = _slots(leaves)
         self._static_outputs: dict[int, Any] = {}
         self._out_tree: Any = None
         self.num_differentiated_outputs = 0
 
         def flat(*values: Any) -> list[Any]:
             full = list(leaves)
-            for i, value in zip(arrays, values, strict=True):
-                full[i] = value
+            for positions, value in zip(slots, values, strict=True):
+                for i in positions:
+                    full[i] = value
             new_args, new_kwargs = jax.tree.unflatten(tree, full)
             with _unchanged_modules((new_args, new_kwargs), self.name):
                 out = fun(*new_args, **new_kwargs)
             return self._flatten_output(out, has_aux)
 
         self.name = function_name(fun)
-        array_leaves = [leaves[i] for i in arrays]
+        array_leaves = [leaves[positions[0]] for positions in slots]
         with module_scopes():
             self.closed: Any = jax.make_jaxpr(flat)(*map(compat.type_of, array_leaves))
         self.values = [*self.closed.consts, *array_leaves]
@@ -65,8 +67,12 @@ class Traced:
             Input(f"closed over: {_describe(c)}", wanted=not differentiated)
             for c in self.closed.consts
         ]
-        for i in arrays:
-            self.inputs.append(self._input(paths[i][0], leaves[i], is_kept, differentiated))
+        for positions in slots:
+            inputs = [
+                self._input(paths[i][0], leaves[i], is_kept, differentiated) for i in positions
+            ]
+            # An array that is passed twice is kept by reference if one of the arguments is.
+            self.inputs.append(min(inputs, key=lambda spec: spec.encoded))
 
     def _input(
         self,
@@ -84,6 +90,18 @@ class Traced:
         return Input(
             name, where if weights else None, encoded, wanted=weights or not differentiated
         )
+
+    def keep_arguments(self) -> None:
+        """Keeps by reference what lives anyway: the arguments of a gradient's caller.
+
+        Where some inputs are being differentiated, and one is not but is an argument of the
+        function that is traced around (a batch, of a jitted training step), it is no activation.
+        """
+        if any(map(compat.is_differentiated, self.values)):
+            self.inputs = [
+                dataclasses.replace(spec, encoded=spec.encoded and not compat.is_argument(value))
+                for spec, value in zip(self.inputs, self.values, strict=True)
+            ]
 
     def _flatten_output(self, out: Any, has_aux: bool) -> list[Any]:
         if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
@@ -107,6 +125,18 @@ class Traced:
             for i in range(count)
         ]
         return jax.tree.unflatten(self._out_tree, leaves)
+
+
+def _slots(leaves: Sequence[Any]) -> list[list[int]]:
+    """The positions of the array leaves, those of one and the same traced value together.
+
+    What is passed twice, as the queries and the keys of an attention layer are, is encoded once.
+    """
+    slots: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if _is_array(leaf):
+            slots.setdefault(("same", id(leaf)) if compat.is_tracer(leaf) else i, []).append(i)
+    return list(slots.values())
 
 
 def keep_filter(
