@@ -1,0 +1,180 @@
+"""Compressing parts of a model, and what compressing must not do."""
+
+import collections
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jact
+import jact.memory
+from tests.flax import checks
+from tests.flax.checks import WIDTH, X
+
+
+class Block(nn.Module):
+    hidden: int = 4 * WIDTH
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
+        y = nn.gelu(nn.LayerNorm()(nn.Dense(self.hidden)(x)))
+        return x + nn.Dense(WIDTH)(nn.Dropout(0.1, deterministic=not train)(y))
+
+
+class Stack(nn.Module):
+    """Blocks, each with its own policy."""
+
+    policies: tuple[Any, ...]
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
+        for policy in self.policies:
+            x = jact.compress(Block, policy)()(x, train=train)
+        return x
+
+
+def loss_of(policies: tuple[Any, ...], train: bool = True) -> tuple[Callable[..., Any], Any]:
+    stack = Stack(policies)
+    variables = stack.init(jax.random.key(0), X, train=False)
+
+    def loss(variables: Any, x: jax.Array) -> jax.Array:
+        rngs = {"dropout": jax.random.key(1)}
+        return jnp.mean(stack.apply(variables, x, train=train, rngs=rngs) ** 2)
+
+    return loss, variables
+
+
+def test_one_block_of_several() -> None:
+    loss, variables = loss_of(("off", "int8", "off"))
+    plain, _ = loss_of(("off",) * 3)
+    marks = checks.codes(jax.grad(loss), variables, X)
+    assert {mark.name.split("/")[0] for mark in marks} == {"args[1]", "Block_1"}
+    got, want = jax.jit(jax.grad(loss))(variables, X), jax.jit(jax.grad(plain))(variables, X)
+    checks.assert_close(got, want, checks.TOLERANCE)
+
+
+def test_policies_of_blocks() -> None:
+    loss, variables = loss_of(("int8", "int2", jact.Policy(rules=[jact.Rule("Dense_0/*", "bf16")])))
+    marks = checks.codes(jax.grad(loss), variables, X)
+    bits = {m.name.partition("/")[0]: m.codec.get("bits") for m in marks if "Dense_0" in m.name}
+    assert bits == {"Block_0": 8, "Block_1": 2, "Block_2": None}
+
+
+def test_wrapped_blocks_are_not_compressed_twice() -> None:
+    """In a loss that jact differentiates, their codes are what is saved, as they are."""
+    loss, variables = loss_of(("int8", "int2"))
+    report = jact.report(loss, "int4")(variables, X)
+    rows = {row.name: row for row in report.rows if not row.exact}
+    # The hidden layer of each block, and the stream between them. The batch is kept anyway, and the
+    # loss itself reads the last block's result.
+    codecs = {name.removeprefix("Stack/"): row.codec for name, row in rows.items()}
+    assert list(codecs.values()) == ["int8", "int2", "int2", "int4"]
+    assert [name.split("/")[0] for name in codecs] == ["Block_0", "args[1]", "Block_1", "Block_1"]
+    int4 = jact.value_and_grad(loss, policy="int4")
+    plain, _ = loss_of(("off", "off"))
+    got, want = jax.jit(int4)(variables, X), jax.jit(jax.value_and_grad(plain))(variables, X)
+    checks.assert_equal(got[0], want[0])
+    # What is rounded is rounded as without jact around it, but for what the loss itself reads.
+    checks.assert_close(got[1], jax.jit(jax.grad(loss))(variables, X), 0.05)
+
+
+def test_blocks_and_whole_loss_need_the_same_memory() -> None:
+    depth = 8
+    loss, variables = loss_of(("int4",) * depth)
+    plain, _ = loss_of(("off",) * depth)
+    arguments = jax.eval_shape(lambda: (variables, jnp.concatenate([X] * 8)))
+    blocks = jact.memory.peak(jax.grad(loss), *arguments)
+    whole = jact.memory.peak(jact.grad(plain), *arguments)
+    both = jact.memory.peak(jact.grad(loss), *arguments)
+    off = jact.memory.peak(jax.grad(plain), *arguments)
+    assert max(blocks, both) <= 1.1 * whole < 0.5 * off
+
+
+def test_an_argument_of_a_jitted_step_is_no_activation() -> None:
+    """The batch lives anyway: the first block keeps it, the second encodes what it is given."""
+    loss, variables = loss_of(("int8", "int8"))
+    inputs = [
+        mark.name
+        for mark in checks.codes(jax.jit(jax.grad(loss)), variables, X)
+        if "args" in mark.name
+    ]
+    assert inputs == ["args[1]"]
+    # Where the whole is differentiated later, an argument may be an activation.
+    marks = checks.codes(jax.grad(jax.jit(loss)), variables, X)
+    assert len([mark for mark in marks if "args" in mark.name]) == 2
+
+
+def test_what_is_passed_twice_is_encoded_once() -> None:
+    attention = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=WIDTH)
+    x = X.reshape(4, -1, WIDTH)
+    variables = attention.init(jax.random.key(0), x)
+
+    @jact.compress(policy="int8")
+    def attend(variables: Any, queries: jax.Array, keys: jax.Array) -> jax.Array:
+        return attention.apply(variables, queries, keys)
+
+    def loss(variables: Any, x: jax.Array) -> jax.Array:
+        x = jnp.tanh(x)
+        return jnp.mean(attend(variables, x, x) ** 2)
+
+    marks = checks.codes(jax.grad(loss, argnums=(0, 1)), variables, x)
+    assert len([mark for mark in marks if "args" in mark.name]) == 1
+
+
+def operations(fun: Callable[..., Any], *args: Any) -> collections.Counter[str]:
+    text = jax.jit(fun).lower(*args).compile().as_text()
+    return collections.Counter(re.findall(r" = \S+ ([\w-]+)\(", text))
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_evaluation_is_the_plain_one(train: bool) -> None:
+    """Without differentiation, the compiled program has exactly the plain one's operations."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    (loss, variables), (plain, _) = loss_of(("int4", "int2"), train), loss_of(("off",) * 2, train)
+    assert operations(loss, variables, X) == operations(plain, variables, X)
+    checks.assert_equal(jax.jit(loss)(variables, X), jax.jit(plain)(variables, X))
+
+
+def test_evaluation_of_an_nnx_model_is_the_plain_one() -> None:
+    jax.config.update("jax_disable_most_optimizations", False)
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nnx.gelu(self.norm(self.linear(x)))
+
+    for training in (False, True):
+        layer = Layer(nnx.Rngs(0))
+        if not training:
+            layer.eval()
+        definition, state = nnx.split(layer)
+
+        def run(wrap: Any, state: Any, x: jax.Array, definition: Any = definition) -> Any:
+            layer = nnx.merge(definition, state, copy=True)
+            return wrap(layer)(x), nnx.state(layer)
+
+        compressed = functools.partial(run, jact.compress)
+        plain = functools.partial(run, lambda layer: layer)
+        assert operations(compressed, state, X) == operations(plain, state, X)
+
+
+def test_second_differentiation_and_forward_mode_name_the_function() -> None:
+    loss, variables = loss_of(("int8",))
+    with pytest.raises(TypeError, match="forward mode"):
+        jax.jvp(lambda v: loss(v, X), (variables,), (variables,))
+
+
+def test_importing_jact_imports_no_flax() -> None:
+    code = "import jact, sys; assert not {'flax', 'optax'} & set(sys.modules); jact.nnx.grad"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
