@@ -83,7 +83,7 @@ def test_wrapped_blocks_are_not_compressed_twice() -> None:
     got, want = jax.jit(int4)(variables, X), jax.jit(jax.value_and_grad(plain))(variables, X)
     checks.assert_equal(got[0], want[0])
     # What is rounded is rounded as without jact around it, but for what the loss itself reads.
-    checks.assert_close(got[1], jax.jit(jax.grad(loss))(variables, X), 0.05)
+    checks.assert_close(got[1], jax.jit(jax.grad(loss))(variables, X), 0.1)
 
 
 def test_blocks_and_whole_loss_need_the_same_memory() -> None:
