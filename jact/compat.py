@@ -78,7 +78,29 @@ def is_differentiated(x: Any) -> bool:
 
 def is_argument(x: Any) -> bool:
     """Whether a value is an argument of the function that is being traced, for `jax.jit` say."""
-    return type(x).__name__ == "DynamicJaxprTracer" and getattr(x, "parent", x) is None
+    return _is_staged(x) and getattr(x, "parent", x) is None
+
+
+def undifferentiated(values: Sequence[Any]) -> list[bool]:
+    """For each value, whether it certainly plays no part in the derivative that is being taken.
+
+    So it is with what belongs to a trace around the differentiation; of a trace inside of one (the
+    body of a loop, say) nothing is certain. Without differentiation, nothing is either.
+    """
+    around: set[int] = set()
+    for x in filter(is_differentiated, values):
+        trace = getattr(x, "_trace", None)
+        while trace is not None:
+            trace = getattr(trace, "parent_trace", None)
+            around.add(id(trace))
+    return [
+        bool(around) and (not is_tracer(x) or (_is_staged(x) and id(x._trace) in around))
+        for x in values
+    ]
+
+
+def _is_staged(x: Any) -> bool:
+    return type(x).__name__ == "DynamicJaxprTracer"
 
 
 def equations(jaxpr: Any) -> list[Any]:

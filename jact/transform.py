@@ -149,13 +149,14 @@ class Compressed:
         traced = self._trace(args, kwargs)
         # A plan says what is saved, so nothing else may be.
         if not isinstance(self.policy, Plan):
-            traced.keep_arguments()
+            traced.specialise()
         run = compressed(
             traced.closed,
             traced.inputs,
             traced.num_differentiated_outputs,
             self.policy,
             traced.name,
+            weights=traced.weights,
         )
         try:
             return traced.unflatten(run(*traced.values))

@@ -100,6 +100,7 @@ def compressed(
     policy: Policy | Plan,
     name: str,
     scope: str = "",
+    weights: Sequence[int] = (),
 ) -> Callable[..., list[Any]]:
     """The traced function with a backward pass that reads codes.
 
@@ -110,6 +111,8 @@ def compressed(
         policy: how values are stored.
         name: the user's name of the function, for messages.
         scope: the name of the loop whose body it is, ending in a slash; empty if there is none.
+        weights: positions of inputs, kept by reference, that are being differentiated; see
+            `_settle`.
 
     Returns:
         A function of the constants, followed by the inputs.
@@ -142,10 +145,26 @@ def compressed(
         result: list[Any] = [None] * len(inputs)
         for i, gradient in zip(linearized.differentiated, gradients, strict=True):
             result[i] = gradient
-        return tuple(result)
+        return tuple(_settle(result, inputs, weights))
 
     run.defvjp(run_forward, run_backward)
     return run
+
+
+def _settle(gradients: Sequence[Any], inputs: Sequence[Input], weights: Sequence[int]) -> list[Any]:
+    """Has the gradients of activations wait for those of weights.
+
+    So the backward pass of the layer before this one does not begin before this one's has ended:
+    XLA would rather compute the gradients of weights last, and keep their operands until then.
+    """
+    result = list(gradients)
+    moving = [i for i, spec in enumerate(inputs) if spec.encoded and result[i] is not None]
+    ready = [i for i in weights if result[i] is not None]
+    if moving and ready:
+        settled = compat.barrier([result[i] for i in moving], [result[i] for i in ready])
+        for i, gradient in zip([*moving, *ready], [*settled[0], *settled[1]], strict=True):
+            result[i] = gradient
+    return result
 
 
 def _inputs_to_keep(prepared: Prepared, twice: bool) -> list[int]:

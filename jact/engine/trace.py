@@ -91,17 +91,30 @@ class Traced:
             name, where if weights else None, encoded, wanted=weights or not differentiated
         )
 
-    def keep_arguments(self) -> None:
-        """Keeps by reference what lives anyway: the arguments of a gradient's caller.
+    def specialise(self) -> None:
+        """Takes account of what is being differentiated with respect to, where that can be seen.
 
-        Where some inputs are being differentiated, and one is not but is an argument of the
-        function that is traced around (a batch, of a jitted training step), it is no activation.
+        Other inputs need no gradient. An argument of the function that is traced around (a batch,
+        of a jitted training step) lives anyway, and is no activation.
         """
-        if any(map(compat.is_differentiated, self.values)):
-            self.inputs = [
-                dataclasses.replace(spec, encoded=spec.encoded and not compat.is_argument(value))
-                for spec, value in zip(self.inputs, self.values, strict=True)
-            ]
+        fixed = compat.undifferentiated(self.values)
+        self.inputs = [
+            dataclasses.replace(
+                spec,
+                wanted=spec.wanted and not still,
+                encoded=spec.encoded and not (still and compat.is_argument(value)),
+            )
+            for spec, value, still in zip(self.inputs, self.values, fixed, strict=True)
+        ]
+
+    @property
+    def weights(self) -> list[int]:
+        """The inputs that are kept by reference and are seen to be differentiated."""
+        return [
+            i
+            for i, (spec, value) in enumerate(zip(self.inputs, self.values, strict=True))
+            if compat.is_differentiated(value) and not spec.encoded
+        ]
 
     def _flatten_output(self, out: Any, has_aux: bool) -> list[Any]:
         if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):

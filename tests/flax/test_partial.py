@@ -112,6 +112,38 @@ def test_an_argument_of_a_jitted_step_is_no_activation() -> None:
     assert len([mark for mark in marks if "args" in mark.name]) == 2
 
 
+def test_activations_of_a_loop_around_closed_over_weights_are_encoded() -> None:
+    """Inside of a loop's body, an argument that is not seen to be differentiated may well be."""
+    block = jact.compress(lambda w, x: jnp.tanh(x @ w), "int8")
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(lambda c, _: (block(w, c), None), x, None, length=3)[0] ** 2)
+
+    def plain_loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w) ** 2)
+
+    w = 0.1 * jax.random.normal(jax.random.key(1), (WIDTH, WIDTH))
+    for gradient in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        assert any("args" in mark.name for mark in checks.codes(gradient, w, X))
+        checks.assert_close(gradient(w, X), jax.grad(plain_loss)(w, X), checks.TOLERANCE)
+    mapped = jax.grad(lambda w, x: jnp.sum(jax.vmap(block, (None, 0))(w, jnp.tanh(x @ w)) ** 2))
+    plain = jax.grad(lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2))
+    x = X.reshape(2, -1, WIDTH)
+    checks.assert_close(mapped(w, x), plain(w, x), checks.TOLERANCE)
+
+
+def test_frozen_weights_of_a_block_save_nothing() -> None:
+    """What only the gradient of frozen weights would read is not saved."""
+    block = jact.compress(lambda w, x: jnp.tanh(jnp.sin(x) @ w["base"]) @ w["head"], "int8")
+    w = {name: jnp.eye(WIDTH) for name in ("base", "head")}
+
+    def loss(head: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(block({"base": w["base"], "head": head}, x) ** 2)
+
+    names = [m.name for m in checks.codes(jax.jit(jax.grad(loss)), w["head"], X)]
+    assert names == ["dot_general"]
+
+
 def test_what_is_passed_twice_is_encoded_once() -> None:
     attention = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=WIDTH)
     x = X.reshape(4, -1, WIDTH)
