@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
+import jax
 from flax.core import lift
 
 from jact import compat
@@ -107,11 +108,25 @@ def _lift(
 ) -> Callable[..., Any]:
     """Lifts a function of scopes and other arguments, as `flax.core.lift.checkpoint` does."""
 
-    def inner(
-        scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
+    def lifted(scopes: Any, *args: Any, **kwargs: Any) -> Any:
+        # Initialising differentiates nothing; and `nn.RNN` wants the parameters that a scanned cell
+        # makes to depend on nothing that is scanned.
+        initialising = any(s.get_flag("initializing", False) for s in jax.tree.leaves(scopes))
+        inner = functools.partial(run, initialising or policy is None)
+        pack = lift.pack(inner, (True,), (True,), (True,), name="compress", enable_kwargs=True)
+        return pack(scopes, *args, **kwargs)
+
+    def run(
+        plain: bool,
+        scope_fn: Any,
+        repack_fn: Any,
+        variables: Any,
+        rngs: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        # Outside of any trace there is nothing to differentiate: initialising, and evaluating.
-        if policy is None or not compat.any_tracer((variables, rngs, args, kwargs)):
+        # Outside of any trace there is nothing to differentiate, either.
+        if plain or not compat.any_tracer((variables, rngs, args, kwargs)):
             scopes = scope_fn(variables, rngs)
             return fun(scopes, *args, **kwargs), repack_fn(scopes)
 
@@ -121,10 +136,11 @@ def _lift(
             scopes = scope_fn(*kwargs.pop(_STATE))
             return fun(scopes, *args, **kwargs), repack_fn(scopes)
 
+        assert policy is not None
         function = Compressed(pure, policy, lambda where: where == _STATE or is_kept(where))
         return function.run((None, *args), kwargs | {_STATE: (variables, rngs)})
 
-    return lift.pack(inner, (True,), (True,), (True,), name="compress", enable_kwargs=True)
+    return lifted
 
 
 @functools.lru_cache(maxsize=256)

@@ -497,3 +497,83 @@ def test_errors() -> None:
         compress(Block)()(X)
     with pytest.raises(ValueError, match="keep names the argument 'z'"):
         jact.compress(Block, keep="z")
+
+
+def test_statistics_over_a_mapped_axis() -> None:
+    """BatchNorm that averages over devices does so in a compressed block, too."""
+
+    class Synchronised(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y = nn.BatchNorm(use_running_average=False, axis_name="batch")(nn.Dense(HIDDEN)(x))
+            return nn.Dense(WIDTH)(nn.relu(y))
+
+    def run(cls: Any, gradient: Any = jax.value_and_grad) -> Any:
+        plain = nn.Dense(HIDDEN).init(jax.random.key(0), X)
+        last = nn.Dense(WIDTH).init(jax.random.key(1), jnp.ones((1, HIDDEN)))
+        scale = {"scale": jnp.ones(HIDDEN), "bias": jnp.zeros(HIDDEN)}
+        stats = {"BatchNorm_0": {"mean": jnp.zeros(HIDDEN), "var": jnp.ones(HIDDEN)}}
+        params = {"Dense_0": plain["params"], "Dense_1": last["params"], "BatchNorm_0": scale}
+
+        def step(params: Any, x: jax.Array) -> Any:
+            def loss(params: Any) -> Any:
+                y, new = cls().apply(
+                    {"params": params, "batch_stats": stats}, x, mutable=["batch_stats"]
+                )
+                return jnp.mean(y**2), new
+
+            value, grads = gradient(loss, has_aux=True)(params)
+            return value, jax.lax.pmean(grads, "batch")
+
+        halves = X.reshape(2, -1, WIDTH)
+        return jax.jit(jax.vmap(step, in_axes=(None, 0), axis_name="batch"))(params, halves)
+
+    want = run(Synchronised)
+    checks.assert_same_step(run(compress(Synchronised)), want)
+    int8 = functools.partial(jact.value_and_grad, policy="int8")
+    checks.assert_same_step(run(Synchronised, int8), want)
+
+
+def test_a_recurrent_cell_that_samples() -> None:
+    """What a scanned cell draws from its random stream is what the plain one draws."""
+
+    class Sampler(nn.RNNCellBase):
+        features: int
+        wrap: Callable[[Any], Any]
+
+        @nn.compact
+        def __call__(self, carry: Any, x: jax.Array) -> Any:
+            cell = self.wrap(nn.GRUCell)(self.features)
+            state, last = carry
+            state, y = cell(state, x + last)
+            logits = self.wrap(nn.Dense)(x.shape[-1])(y)
+            drawn = jax.random.categorical(self.make_rng("sample"), logits)
+            last = jax.nn.one_hot(drawn, x.shape[-1], dtype=x.dtype)
+            return (state, last), (logits, drawn)
+
+        @property
+        def num_feature_axes(self) -> int:
+            return 1
+
+    x = X.reshape(32, 8, WIDTH)
+
+    def run(wrap: Any) -> Any:
+        rnn = nn.RNN(Sampler(WIDTH, wrap), split_rngs={"params": False, "sample": True})
+        carry = jnp.zeros((32, WIDTH)), jnp.zeros((32, WIDTH))
+        keys = {"params": jax.random.key(0), "sample": jax.random.key(1)}
+        variables = rnn.init(keys, x, initial_carry=carry)
+
+        @jax.jit
+        def gradient(variables: Any) -> Any:
+            def loss(variables: Any) -> Any:
+                logits, drawn = rnn.apply(
+                    variables, x, initial_carry=carry, rngs={"sample": jax.random.key(2)}
+                )
+                return jnp.mean(logits**2), drawn
+
+            return jax.value_and_grad(loss, has_aux=True)(variables)
+
+        return gradient(variables)
+
+    policy = jact.Policy(default="int8", min_bytes=0)
+    checks.assert_same_step(run(lambda cls: jact.compress(cls, policy)), run(lambda cls: cls))
