@@ -1,9 +1,9 @@
 """Compressing a Flax model block by block, against differentiating its whole loss with jact.
 
-It gives the compiled peak of the gradient of the whole loss, and of the wrapped blocks as a ratio to
-it; the time that tracing takes, of the loss and of its gradient, with wrapped blocks, as a ratio to
-plain JAX; the same for the gradient of the whole loss; and how many operations wrapping adds to the
-compiled loss. The policies "off" and "remat" are left out.
+It gives the compiled peak of the gradient of the whole loss, and of the wrapped blocks as a ratio
+to it; the time that tracing takes, of the loss and of its gradient, with wrapped blocks, as a ratio
+to plain JAX; the same for the gradient of the whole loss; and how many operations wrapping adds to
+the compiled loss. The policies "off" and "remat" are left out.
 """
 
 import argparse

@@ -44,5 +44,5 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def codes(fun: Callable[..., Any], *args: Any) -> list[marks.Mark]:
     """What a gradient saves encoded, one entry for each residual."""
-    found = (marks.read(eqn) for eqn in equations(jax.make_jaxpr(fun)(*args)))
-    return [mark for mark in found if mark is not None and mark.part == 0 and not mark.exact]
+    found = [marks.read(eqn) or () for eqn in equations(jax.make_jaxpr(fun)(*args))]
+    return [mark for group in found for mark in group if mark.part == 0 and not mark.exact]

@@ -70,13 +70,13 @@ def test_policies_of_blocks() -> None:
 
 def test_wrapped_blocks_are_not_compressed_twice() -> None:
     """In a loss that jact differentiates, their codes are what is saved, as they are."""
-    loss, variables = loss_of(("int8", "int2"))
+    loss, variables = loss_of(("int8", "bf16"))
     report = jact.report(loss, "int4")(variables, X)
     rows = {row.name: row for row in report.rows if not row.exact}
     # The hidden layer of each block, and the stream between them. The batch is kept anyway, and the
     # loss itself reads the last block's result.
     codecs = {name.removeprefix("Stack/"): row.codec for name, row in rows.items()}
-    assert list(codecs.values()) == ["int8", "int2", "int2", "int4"]
+    assert list(codecs.values()) == ["int8", "bf16", "bf16", "int4"]
     assert [name.split("/")[0] for name in codecs] == ["Block_0", "args[1]", "Block_1", "Block_1"]
     int4 = jact.value_and_grad(loss, policy="int4")
     plain, _ = loss_of(("off", "off"))
