@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks {peak,time,fidelity,flax,frontier,codecs,kernels} ...`."""
+"""The command line: `python -m benchmarks {peak,time,fidelity,flax,frontier,...} ...`."""
 
 import argparse
 from collections.abc import Sequence
