@@ -99,7 +99,7 @@ class Policy:
             GELU, and its result where a product reads it) is saved itself, rather than made again
             from a decoded argument. What is saved enters the gradient linearly, so that rounding it
             at random leaves the gradient unbiased; but more is saved. None for where it pays: where
-            the default codec has two bits or fewer.
+            the default codec has two bits or fewer, and half as many bytes again are enough.
 
     Raises:
         ValueError: for an unknown preset or a negative `min_bytes`.
@@ -137,10 +137,8 @@ class Policy:
             raise ValueError(f"min_bytes must not be negative, got {self.min_bytes}")
 
     @property
-    def saves_derivatives(self) -> bool:
-        """`derivatives`, or what None stands for."""
-        if self.derivatives is not None:
-            return self.derivatives
+    def is_coarse(self) -> bool:
+        """Whether the default codec has two bits or fewer."""
         return getattr(self.default, "bits", 8) <= 2
 
     def action(self, name: str, shape: tuple[int, ...], dtype: Any) -> Action:

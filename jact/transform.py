@@ -334,8 +334,8 @@ def make_plan(
     >>> import jax, jax.numpy as jnp, jact
     >>> loss = lambda w, x: jnp.sum(jnp.tanh(x @ w))
     >>> x = jax.ShapeDtypeStruct((256, 64), "float32")
-    >>> jact.make_plan(loss, "int2")(jax.ShapeDtypeStruct((64, 64), "float32"), x).bits
-    {'dot_general': 'int2'}
+    >>> jact.make_plan(loss, "int4")(jax.ShapeDtypeStruct((64, 64), "float32"), x).bits
+    {'dot_general': 'int4'}
     """
     function = as_compressed(fun, policy, argnums, has_aux)
 

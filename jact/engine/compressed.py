@@ -81,10 +81,11 @@ def prepare(
         return functools.partial(run, *body.consts)
 
     basis = policy.basis if isinstance(policy, Plan) else policy
+    derivatives = basis.is_coarse if basis.derivatives is None else basis.derivatives
     if rewritten:
         function = as_function(
             closed,
-            lambda program: Rewriter(program, inputs, compress_body, basis.saves_derivatives).bind,
+            lambda program: Rewriter(program, inputs, compress_body, derivatives).bind,
         )
     else:
         function = as_function(closed)

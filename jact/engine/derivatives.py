@@ -39,6 +39,8 @@ def find(program: Program) -> dict[Var, Activation]:
     """The longest such functions of a program, by their results."""
     arguments: dict[Var, Var] = {}
     constants: set[Var] = set()
+    # Results of nonlinear operations, and what follows from them.
+    steps: set[Var] = set()
     nonlinear: set[Var] = set()
     read_elsewhere = {a for a in program.outvars if compat.is_var(a)}
     for eqn in program.eqns:
@@ -51,7 +53,9 @@ def find(program: Program) -> dict[Var, Activation]:
             (out,) = eqn.outvars
             (arguments[out],) = behind
             moving = [a for a in eqn.invars if compat.is_var(a) and a in operands]
-            if any(v in nonlinear for v in moving) or not costs.is_linear(eqn, set(moving)):
+            if not costs.is_linear(eqn, set(moving)):
+                steps.add(out)
+            if out in steps or any(v in nonlinear for v in moving):
                 nonlinear.add(out)
         else:
             read_elsewhere.update(operands)
@@ -60,7 +64,9 @@ def find(program: Program) -> dict[Var, Activation]:
     for result in nonlinear & read_elsewhere:
         argument = arguments[result]
         eqns, _ = producers.cone([result], {argument}.__contains__)
-        found[result] = Activation(argument, result, tuple(eqns))
+        # Of a single nonlinear step JAX, too, saves one array.
+        if sum(v in steps for eqn in eqns for v in eqn.outvars) > 1:
+            found[result] = Activation(argument, result, tuple(eqns))
     return found
 
 

@@ -107,24 +107,33 @@ def raw_bytes(aval: Any) -> int:
     return codecs.Keep().nbytes(aval.shape, aval.dtype)
 
 
-def build(linearized: Linearized, inputs: Sequence[Input], policy: Policy) -> Graph:
+def build(
+    linearized: Linearized, inputs: Sequence[Input], policy: Policy, derivatives: bool
+) -> Graph:
     """Analyses a forward program.
 
     Args:
         linearized: the function.
         inputs: one for each of the forward program's inputs.
         policy: says how each value would be stored, and which dear operations may be run again.
+        derivatives: whether residuals that follow nonlinearly from inexact values are pinned.
 
     Returns:
         The graph of made values.
     """
-    return _Builder(linearized, inputs, policy).build()
+    return _Builder(linearized, inputs, policy, derivatives).build()
 
 
 class _Builder:
     """The state of `build`."""
 
-    def __init__(self, linearized: Linearized, inputs: Sequence[Input], policy: Policy):
+    def __init__(
+        self,
+        linearized: Linearized,
+        inputs: Sequence[Input],
+        policy: Policy,
+        derivatives: bool,
+    ):
         self.program = linearized.forward
         self.inputs = inputs
         self.policy = policy
@@ -135,7 +144,8 @@ class _Builder:
         self.inexact: dict[Var, frozenset[Var]] = {}
         # Nonlinear functions of what is stored inexactly.
         self.nonlinear: set[Var] = set()
-        self.residuals = {a for a in linearized.residuals if compat.is_var(a)}
+        residuals = {a for a in linearized.residuals if compat.is_var(a)}
+        self.derivatives = residuals if derivatives else set()
 
     def build(self) -> Graph:
         self.origins.update(dict.fromkeys(self.program.consts, Origin.DATA))
@@ -261,7 +271,7 @@ class _Builder:
             return "a singular function"
         if not costs.is_linear(eqn, inexact) or not self.nonlinear.isdisjoint(inexact):
             self.nonlinear.add(out)
-            if self.policy.saves_derivatives and out in self.residuals:
+            if out in self.derivatives and raw_bytes(out.aval) >= self.policy.min_bytes:
                 return "a derivative"
         return ""
 

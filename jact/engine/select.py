@@ -29,6 +29,11 @@ _MIXED = 4
 _BYTES_PER_ARRAY = 64
 
 
+#: How many times the bytes are worth the unbiased gradients that saving derivatives gives. Going
+#: from 2 to 4 bits costs 1.8 times the bytes, and the error falls further.
+_DERIVATIVES = 1.5
+
+
 @dataclasses.dataclass(frozen=True)
 class Saved:
     """One value that the forward pass saves for the backward pass.
@@ -97,9 +102,8 @@ def select(linearized: Linearized, inputs: Sequence[Input], policy: Policy | Pla
         ValueError: when a plan was made for another function; names what differs.
     """
     basis = policy.basis if isinstance(policy, Plan) else policy
-    graph = graphs.build(linearized, inputs, basis)
+    graph, chosen = _choose_with_derivatives(linearized, inputs, basis)
     _warn_of_unused_rules(graph, basis)
-    chosen = choose(graph, linearized)
     needed = _needed(graph, linearized)
     if all(isinstance(graph.values[v].codec, codecs.Keep) for v in chosen | needed):
         # Nothing would be smaller, so nothing is worth making again: save what JAX would.
@@ -108,6 +112,23 @@ def select(linearized: Linearized, inputs: Sequence[Input], policy: Policy | Pla
     if isinstance(policy, Plan):
         saved = _apply(policy, saved)
     return Selection(tuple(saved), frozenset(_held(graph, linearized)), frozenset(graph.values))
+
+
+def _choose_with_derivatives(
+    linearized: Linearized, inputs: Sequence[Input], policy: Policy
+) -> tuple[Graph, set[Var]]:
+    """The graph and the variables to save, with derivatives or without as the policy says."""
+    choices = []
+    for derivatives in (False, True):
+        if policy.derivatives is derivatives or (
+            policy.derivatives is None and (policy.is_coarse or not derivatives)
+        ):
+            graph = graphs.build(linearized, inputs, policy, derivatives)
+            chosen = choose(graph, linearized)
+            size = sum(graph.values[v].stored_bytes for v in chosen)
+            choices.append((size, graph, chosen))
+    smallest, most = choices[0], choices[-1]
+    return (most if most[0] <= _DERIVATIVES * smallest[0] else smallest)[1:]
 
 
 def choose(graph: Graph, linearized: Linearized) -> set[Var]:

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -209,4 +210,5 @@ def test_second_differentiation_and_forward_mode_name_the_function() -> None:
 
 def test_importing_jact_imports_no_flax() -> None:
     code = "import jact, sys; assert not {'flax', 'optax'} & set(sys.modules); jact.nnx.grad"
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env=environment)

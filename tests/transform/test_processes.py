@@ -1,6 +1,5 @@
 """Two processes that train one model together, as on two hosts."""
 
-import json
 import os
 import pathlib
 import socket
@@ -18,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jact
 
-port, rank, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+port, rank, count, result = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 if count > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", count, rank)
 assert jax.process_count() == count and jax.device_count() == 2
@@ -48,7 +47,8 @@ def step(params, x):
 assert jact.report(loss, policy)(params, batch).saved_bytes < 4 * 3 * 64 * 32 / 2
 for _ in range(5):
     params = step(params, batch)
-print("RESULT", [np.asarray(p.addressable_data(0)).tolist() for p in params])
+if rank == 0:
+    np.savez(result, *(np.asarray(p.addressable_data(0)) for p in params))
 """
 
 
@@ -57,7 +57,7 @@ def train(folder: pathlib.Path, count: int) -> list[np.ndarray]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    script = folder / "train.py"
+    script, result = folder / "train.py", folder / f"{count}.npz"
     script.write_text(PROGRAM)
     root = pathlib.Path(__file__).parents[2]
     environment = os.environ | {
@@ -65,20 +65,26 @@ def train(folder: pathlib.Path, count: int) -> list[np.ndarray]:
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}",
         "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}",
     }
+    # Into files, as a full pipe would stop one process, and the other would wait for it.
+    logs = [(folder / f"{count}_{rank}.log").open("w+") for rank in range(count)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), str(port), str(rank), str(count)],
+            [sys.executable, str(script), str(port), str(rank), str(count), str(result)],
             env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
-        for rank in range(count)
+        for rank, log in enumerate(logs)
     ]
-    results = [process.communicate(timeout=300) for process in processes]
-    assert all(process.returncode == 0 for process in processes), results
-    line = next(x for x in results[0][0].splitlines() if x.startswith("RESULT "))
-    return [np.array(p) for p in json.loads(line.removeprefix("RESULT "))]
+    try:
+        statuses = [process.wait(timeout=300) for process in processes]
+    finally:
+        for process, log in zip(processes, logs, strict=True):
+            process.kill()
+            log.close()
+    assert statuses == [0] * count, [pathlib.Path(log.name).read_text() for log in logs]
+    with np.load(result) as arrays:
+        return [arrays[name] for name in arrays.files]
 
 
 def test_two_processes_train_the_same_model(tmp_path: pathlib.Path) -> None:
