@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,10 +83,11 @@ def prepare(
 
     basis = policy.basis if isinstance(policy, Plan) else policy
     derivatives = basis.is_coarse if basis.derivatives is None else basis.derivatives
+    least = basis.min_bytes if derivatives else math.inf
     if rewritten:
         function = as_function(
             closed,
-            lambda program: Rewriter(program, inputs, compress_body, derivatives).bind,
+            lambda program: Rewriter(program, inputs, compress_body, least).bind,
         )
     else:
         function = as_function(closed)

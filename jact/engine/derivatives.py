@@ -7,6 +7,7 @@ derivatives, each function is differentiated as a whole: its one residual is its
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,8 +36,15 @@ class Activation:
     eqns: tuple[Equation, ...]
 
 
-def find(program: Program) -> dict[Var, Activation]:
-    """The longest such functions of a program, by their results."""
+def find(program: Program, least: float) -> dict[Var, Activation]:
+    """The longest such functions of a program, by their results.
+
+    Args:
+        program: the program.
+        least: how many bytes an argument has at least.
+    """
+    if math.isinf(least):
+        return {}
     arguments: dict[Var, Var] = {}
     constants: set[Var] = set()
     # Results of nonlinear operations, and what follows from them.
@@ -65,7 +73,8 @@ def find(program: Program) -> dict[Var, Activation]:
         argument = arguments[result]
         eqns, _ = producers.cone([result], {argument}.__contains__)
         # Of a single nonlinear step JAX, too, saves one array.
-        if sum(v in steps for eqn in eqns for v in eqn.outvars) > 1:
+        size = argument.aval.size * argument.aval.dtype.itemsize
+        if size >= least and sum(v in steps for eqn in eqns for v in eqn.outvars) > 1:
             found[result] = Activation(argument, result, tuple(eqns))
     return found
 

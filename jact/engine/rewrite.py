@@ -29,15 +29,27 @@ class Rewriter:
         program: Program,
         inputs: Sequence[Input],
         compress_body: CompressBody,
-        with_derivatives: bool = False,
+        least_derivative: float = math.inf,
     ):
+        """Goes through a program.
+
+        Args:
+            program: the program.
+            inputs: what is known of the constants of its own and of its inputs.
+            compress_body: see `CompressBody`.
+            least_derivative: bytes from which on an array is differentiated by its elements; see
+                `derivatives`.
+        """
         self._operands = Operands(program, inputs)
         self._compress_body = compress_body
         self._entered: Counter[str] = Counter()
         self._softmaxes = _find_softmaxes(program.eqns)
         self._exponents: dict[Var, Any] = {s.numerator: None for s in self._softmaxes.values()}
-        activations = derivatives.find(program) if with_derivatives else {}
-        self._activations = {v: a for v, a in activations.items() if v not in self._exponents}
+        self._activations = {
+            v: activation
+            for v, activation in derivatives.find(program, least_derivative).items()
+            if v not in self._exponents
+        }
         self._arguments: dict[Var, Any] = {a.argument: None for a in self._activations.values()}
 
     def bind(self, eqn: Equation, args: Sequence[Any]) -> list[Any]:
