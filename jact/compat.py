@@ -144,6 +144,17 @@ def equation_context(eqn: Any) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def mesh_of(aval: Any) -> Iterator[None]:
+    """Restores the mesh that a value was made under."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    if mesh is None or mesh.empty or mesh == jax.sharding.get_abstract_mesh():
+        yield
+        return
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
 def bind_equation(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Applies an equation's primitive to new arguments; always returns a list of results."""
     params = eqn.primitive.get_bind_params(eqn.params)

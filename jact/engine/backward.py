@@ -216,7 +216,8 @@ class _Residuals:
         for var, code in zip(to_decode, codes, strict=True):
             entry, _ = self._saved[var]
             codec = entry.codec.inner if isinstance(entry.codec, codecs.Offload) else entry.codec
-            env[var] = codec.decode(code, var.aval.shape, var.aval.dtype)
+            with compat.mesh_of(var.aval):
+                env[var] = codec.decode(code, var.aval.shape, var.aval.dtype)
             self._time += not isinstance(entry.codec, codecs.Keep | codecs.Mask)
 
         def hold(eqn: Equation) -> None:

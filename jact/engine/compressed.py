@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jact import compat
 from jact.engine import backward, forward
@@ -132,11 +133,12 @@ def compressed(
     def run_forward(*values: Any) -> tuple[list[Any], Any]:
         prepared = prepare(closed, values, inputs, num_differentiated_outputs, policy)
         seeds = [_seed(entry.name) for entry in prepared.saved]
-        outputs, codes = forward.run_forward(
-            prepared.linearized, prepared.selection, values, seeds, scope
-        )
         # The function around a body has second derivatives of its own, which need no body's.
         twice = not scope and _twice_differentiable(prepared)
+        detach = lax.stop_gradient if scope or twice else _only_once(name)
+        outputs, codes = forward.run_forward(
+            prepared.linearized, prepared.selection, values, seeds, scope, detach
+        )
         by_reference = {i: values[i] for i in _inputs_to_keep(prepared, twice)}
         return outputs, (_Static(prepared), by_reference, codes)
 
@@ -223,17 +225,35 @@ def _pullback(
     def pullback_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         by_reference, codes, cotangents = primals
         if not _twice_differentiable(prepared):
-            raise NotImplementedError(
-                f"jact.compress({name}) encodes an argument, or one of them is a reference, so its "
-                "gradient cannot be differentiated again. For second derivatives keep every "
-                "argument by reference (keep=...), use jact.grad on the whole function, or "
-                'policy="off".'
-            )
+            raise _differentiated_twice(name)
 
         _, out_tangents = jax.jvp(exact, (by_reference, cotangents), (tangents[0], tangents[2]))
         return pullback(by_reference, codes, cotangents), out_tangents
 
     return pullback
+
+
+def _only_once(name: str) -> Callable[[Any], Any]:
+    """An identity that raises where the derivative of a gradient would be lost in a code."""
+
+    @jax.custom_jvp
+    def detach(x: Any) -> Any:
+        return x
+
+    @detach.defjvp
+    def detach_jvp(primals: Any, tangents: Any) -> Any:
+        del primals, tangents
+        raise _differentiated_twice(name)
+
+    return detach
+
+
+def _differentiated_twice(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"jact.compress({name}) encodes an argument, or one of them is a reference, so its "
+        "gradient cannot be differentiated again. For second derivatives keep every argument by "
+        'reference (keep=...), use jact.grad on the whole function, or policy="off".'
+    )
 
 
 def _zeros(like: Any) -> Any:

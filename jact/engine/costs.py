@@ -97,6 +97,9 @@ SINGULAR = {
     "polygamma",
 }
 
+#: Operations whose result jumps, though it is a float: it is never made from a decoded argument.
+STEPS = {"ceil", "floor", "nextafter", "rem", "round", "sign"}
+
 #: Operations that add two values of the same size: where two streams meet, the sum is saved, not
 #: its parts.
 JOINS = {"add", "add_any", "sub"}
@@ -140,6 +143,9 @@ ELEMENTWISE = {
     "tan",
     "tanh",
 }
+
+#: The same, with truth values among operands or results.
+COMPARING = {"and", "eq", "ge", "gt", "is_finite", "le", "lt", "ne", "not", "or", "select_n"}
 
 #: Operations that are linear in all their operands together.
 LINEAR = {

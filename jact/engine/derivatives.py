@@ -2,23 +2,29 @@
 
 JAX saves several arrays for such a function, one for each step of it. Where a policy asks for
 derivatives, each function is differentiated as a whole: its one residual is its derivative.
+
+So is every function with a singular step, whatever the policy: of `x / sqrt(x**2 + eps)` near zero,
+steps that were made again from a decoded `x` would not belong together.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jact import compat
 from jact.engine import costs
 from jact.engine import program as programs
 from jact.engine.program import Equation, Program, Var
+
+#: The names of what is saved of functions with a singular step, as `checkpoint_name` tags.
+TAGS = {"jact derivative": "derivative", "jact activation": "activation"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +35,13 @@ class Activation:
         argument: the value.
         result: what the function makes of it.
         eqns: the steps from one to the other.
+        is_singular: whether one of them is singular; see `costs.SINGULAR`.
     """
 
     argument: Var
     result: Var
     eqns: tuple[Equation, ...]
+    is_singular: bool
 
 
 def find(program: Program, least: float) -> dict[Var, Activation]:
@@ -41,14 +49,13 @@ def find(program: Program, least: float) -> dict[Var, Activation]:
 
     Args:
         program: the program.
-        least: how many bytes an argument has at least.
+        least: how many bytes the argument has at least of a function without singular steps.
     """
-    if math.isinf(least):
-        return {}
     arguments: dict[Var, Var] = {}
     constants: set[Var] = set()
     # Results of nonlinear operations, and what follows from them.
     steps: set[Var] = set()
+    singular: set[Var] = set()
     nonlinear: set[Var] = set()
     read_elsewhere = {a for a in program.outvars if compat.is_var(a)}
     for eqn in program.eqns:
@@ -63,30 +70,38 @@ def find(program: Program, least: float) -> dict[Var, Activation]:
             moving = [a for a in eqn.invars if compat.is_var(a) and a in operands]
             if not costs.is_linear(eqn, set(moving)):
                 steps.add(out)
+            if costs.is_singular(eqn, set(moving)):
+                singular.add(out)
             if out in steps or any(v in nonlinear for v in moving):
                 nonlinear.add(out)
         else:
             read_elsewhere.update(operands)
     producers = programs.Producers(program.eqns)
     found = {}
-    for result in nonlinear & read_elsewhere:
+    exits = (v for v in nonlinear & read_elsewhere if _is_float(v))
+    for result in exits:
         argument = arguments[result]
         eqns, _ = producers.cone([result], {argument}.__contains__)
         # Of a single nonlinear step JAX, too, saves one array.
+        made = {v for eqn in eqns for v in eqn.outvars}
+        is_singular = not made.isdisjoint(singular)
         size = argument.aval.size * argument.aval.dtype.itemsize
-        if size >= least and sum(v in steps for eqn in eqns for v in eqn.outvars) > 1:
-            found[result] = Activation(argument, result, tuple(eqns))
+        if is_singular or (size >= least and len(made & steps) > 1):
+            found[result] = Activation(argument, result, tuple(eqns), is_singular)
     return found
 
 
 def _is_elementwise(eqn: Equation, operands: Sequence[Var]) -> bool:
-    if eqn.primitive.name not in costs.ELEMENTWISE or eqn.effects:
+    (out, *others) = eqn.outvars
+    if eqn.effects or others or any(v.aval.shape != out.aval.shape for v in operands):
         return False
-    (out,) = eqn.outvars
-    return all(
-        v.aval.shape == out.aval.shape and jnp.issubdtype(v.aval.dtype, jnp.floating)
-        for v in [*operands, out]
-    )
+    if eqn.primitive.name in costs.COMPARING:
+        return all(_is_float(v) or v.aval.dtype == jnp.bool_ for v in [*operands, out])
+    return eqn.primitive.name in costs.ELEMENTWISE and all(map(_is_float, [*operands, out]))
+
+
+def _is_float(var: Var) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.floating)
 
 
 def apply(activation: Activation, argument: Any, result: Any) -> Any:
@@ -112,6 +127,16 @@ def apply(activation: Activation, argument: Any, result: Any) -> Any:
     def function_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         x, y = primals
         _, derivative = jax.jvp(steps, (x,), (jnp.ones_like(x),))
+        if activation.is_singular:
+            derivative = checkpoint_name(derivative, "jact derivative")
         return y, tangents[0].astype(y.dtype) * derivative
 
-    return function(argument, lax.stop_gradient(result))
+    result = lax.stop_gradient(result)
+    if activation.is_singular:
+        result = checkpoint_name(result, "jact activation")
+    return function(argument, result)
+
+
+def tag(eqn: Equation) -> str:
+    """The name that `apply` gives to an equation's result; empty if it gives none."""
+    return TAGS.get(eqn.params["name"], "") if eqn.primitive.name == "name" else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ def run_forward(
     inputs: Sequence[Any],
     seeds: Sequence[Any],
     scope: str = "",
+    detach: Callable[[Any], Any] = lax.stop_gradient,
 ) -> tuple[list[Any], list[Any]]:
     """Runs the function and encodes what the backward pass needs.
 
@@ -34,6 +35,7 @@ def run_forward(
         inputs: arrays, one for each input.
         seeds: of the rounding noise, one for each saved value.
         scope: the name of the loop whose body this is, ending in a slash; empty if there is none.
+        detach: what a value passes through before it is encoded.
 
     Returns:
         The function's results and one code for each saved value.
@@ -50,7 +52,8 @@ def run_forward(
         if (i := index.get(var)) is None:
             return
         codec = _on_device(saved[i].codec)
-        codes[i] = codec.encode(lax.stop_gradient(env[var]), seeds[i])
+        with compat.mesh_of(var.aval):
+            codes[i] = codec.encode(detach(env[var]), seeds[i])
         # What is saved as it is needs no haste: it is its own code.
         if not isinstance(saved[i].codec, codecs.Keep):
             unsettled.append(i)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jact import codecs, compat
 from jact.codecs import Codec
-from jact.engine import costs, marks
+from jact.engine import costs, derivatives, marks
 from jact.engine import program as programs
 from jact.engine.linearize import Linearized
 from jact.engine.marks import Mark
@@ -180,7 +180,7 @@ class _Builder:
     def _visit(self, eqn: Equation) -> None:
         operands = programs.operands(eqn)
         made = [self.graph.values[v] for v in operands if v in self.graph.values]
-        base = f"{module_path(eqn)}{eqn.primitive.name}"
+        base = f"{module_path(eqn)}{derivatives.tag(eqn) or eqn.primitive.name}"
         # A branch is pinned lest it be chosen by inexact values; of free ones it is free.
         dear = not (not made and costs.is_cheap_branch(eqn)) and self._is_dear(eqn, base)
         origin = origin_of_result((self.origins[v] for v in operands), dear)
@@ -209,7 +209,7 @@ class _Builder:
                 self.graph.edges.extend((m.var, out) for m in made)
                 if costs.is_dear(eqn):
                     self.graph.rerun.add(out)
-        if eqn.primitive.name == "name" and not marks.read(eqn):
+        if eqn.primitive.name == "name" and not derivatives.tag(eqn) and not marks.read(eqn):
             self._tag(eqn, roots)
 
     def _visit_free(
@@ -254,7 +254,8 @@ class _Builder:
             return "a dear operation"
         if not roots:
             return ""
-        if not jnp.issubdtype(out.aval.dtype, jnp.inexact):
+        steps = eqn.primitive.name in costs.STEPS
+        if steps or not jnp.issubdtype(out.aval.dtype, jnp.inexact):
             return "a discrete value"
         if costs.is_statistic(eqn) and not rerun:
             return "a statistic"
@@ -269,6 +270,8 @@ class _Builder:
         inexact = {v for v in programs.operands(eqn) if self._roots(v)}
         if costs.is_singular(eqn, inexact):
             return "a singular function"
+        if tag := derivatives.tag(eqn):
+            return f"the {tag} of a singular function"
         if not costs.is_linear(eqn, inexact) or not self.nonlinear.isdisjoint(inexact):
             self.nonlinear.add(out)
             if out in self.derivatives and raw_bytes(out.aval) >= self.policy.min_bytes:

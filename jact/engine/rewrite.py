@@ -94,28 +94,58 @@ class _Softmax:
 def _find_softmaxes(eqns: Sequence[Equation]) -> dict[Var, _Softmax]:
     """The softmax functions of a program, by the variables of their results."""
     producers = {v: eqn for eqn in eqns for v in eqn.outvars}
-
-    def behind(atom: Any) -> Equation | None:
-        """The equation that made a value, but for changes of its shape or dtype."""
-        while (eqn := producers.get(atom) if compat.is_var(atom) else None) is not None:
-            if eqn.primitive.name not in ("broadcast_in_dim", "reshape", "convert_element_type"):
-                return eqn
-            atom = eqn.invars[0]
-        return None
-
     found = {}
     for eqn in eqns:
         if eqn.primitive.name != "div" or not compat.is_var(eqn.invars[0]):
             continue
-        exponential, total = producers.get(eqn.invars[0]), behind(eqn.invars[1])
+        numerator = eqn.invars[0]
+        exponential = producers.get(numerator)
         if exponential is None or exponential.primitive.name != "exp":
             continue
-        if total is None or total.primitive.name != "reduce_sum":
-            continue
-        if behind(total.invars[0]) is exponential:
-            numerator = eqn.invars[0]
-            found[eqn.outvars[0]] = _Softmax(numerator, tuple(total.params["axes"]))
+        axes = _axes_of_sum(numerator, eqn.invars[1], producers)
+        if axes is not None:
+            found[eqn.outvars[0]] = _Softmax(numerator, axes)
     return found
+
+
+def _axes_of_sum(terms: Var, total: Any, producers: dict[Var, Equation]) -> tuple[int, ...] | None:
+    """The axes along which `total` is the sum of `terms`, repeated for each of them.
+
+    Returns:
+        None where `total` is anything else: other terms, or their sum repeated along other axes.
+    """
+    changes = []
+    while (eqn := producers.get(total) if compat.is_var(total) else None) is not None:
+        if eqn.primitive.name not in ("broadcast_in_dim", "reshape", "convert_element_type"):
+            break
+        changes.append(eqn)
+        total = eqn.invars[0]
+    if eqn is None or eqn.primitive.name != "reduce_sum":
+        return None
+    summed = eqn.invars[0]
+    behind = producers.get(summed) if compat.is_var(summed) else None
+    if behind is not None and behind.primitive.name == "convert_element_type":
+        summed = behind.invars[0]
+    if summed is not terms:
+        return None
+    shape, axes = terms.aval.shape, tuple(eqn.params["axes"])
+    rest = tuple(axis for axis in range(len(shape)) if axis not in axes)
+    ones = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
+    # The axis of `terms` that each axis of the sum stands for.
+    place = rest
+    for change in reversed(changes):
+        new = change.outvars[0].aval.shape
+        if change.primitive.name == "convert_element_type":
+            continue
+        if change.primitive.name == "broadcast_in_dim":
+            dims = change.params["broadcast_dimensions"]
+            expected = rest if place == rest else tuple(range(len(shape)))
+            if len(new) != len(shape) or tuple(dims) != expected:
+                return None
+        elif new != ones:
+            return None
+        place = tuple(range(len(shape)))
+    return axes
 
 
 def _softmax(eqn: Equation, softmax: _Softmax, x: Any, args: Sequence[Any]) -> Any:

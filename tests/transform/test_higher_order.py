@@ -126,3 +126,23 @@ def test_forward_mode_inside() -> None:
     want = jax.jit(jax.value_and_grad(loss))(PARAMS, X)
     got = jax.jit(jact.value_and_grad(loss, policy="int8"))(PARAMS, X)
     cases.assert_matches(got, want, 0.01, exact=False)
+
+
+@pytest.mark.parametrize("how", ["product", "through_a_sine", "hessian"])
+def test_no_second_derivative_is_lost_in_codes(how: str) -> None:
+    """With respect to an encoded input, all that the gradient depends on are codes."""
+    w = cases.normal(7, 16, 16)
+    x = cases.normal(8, 4, 16)
+
+    def part(x: jax.Array) -> jax.Array:
+        return jact.compress(lambda w, x: jnp.tanh(x @ w).sum())(w, x)
+
+    second = {
+        "product": lambda: jax.jvp(jax.grad(part), (x,), (x,)),
+        "through_a_sine": lambda: jax.grad(
+            lambda x: jnp.sum(jax.grad(lambda y: part(jnp.sin(y)))(x) ** 2)
+        )(x),
+        "hessian": lambda: jax.hessian(part)(x),
+    }
+    with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
+        second[how]()

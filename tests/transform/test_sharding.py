@@ -116,3 +116,18 @@ def test_named_axis_of_vmap() -> None:
         return jax.jit(jax.vmap(grad(loss), (None, 0), axis_name="d"))(PARAMS, batch)
 
     cases.assert_close(run(functools.partial(jact.grad, policy="int8")), run(jax.grad), 0.02)
+
+
+def test_automatic_axes_inside_explicit_ones() -> None:
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        args = jax.device_put(PARAMS, P()), jax.device_put(X, P("d"))
+
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            @functools.partial(jax.sharding.auto_axes, out_sharding=P("d"))
+            def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+                return jnp.tanh(x @ w)
+
+            return jnp.sum(layer(params[1], layer(params[0], x)) ** 2) / cases.ROWS
+
+        want = jax.jit(jax.value_and_grad(loss))(*args)
+        cases.assert_matches(jax.jit(value_and_grad(loss))(*args), want, 0.01, exact=False)
