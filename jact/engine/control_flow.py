@@ -5,7 +5,8 @@ So what a loop stacks up, what a branch saves and what a device of a mesh keeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -26,11 +27,7 @@ def can_enter(eqn: Equation) -> bool:
 
 
 def enter(
-    eqn: Equation,
-    args: Sequence[Any],
-    operands: Operands,
-    compress_body: CompressBody,
-    name: str,
+    eqn: Equation, args: Sequence[Any], operands: Operands, compress_body: CompressBody, name: str
 ) -> list[Any]:
     """Applies control flow with compressed bodies.
 
@@ -48,28 +45,44 @@ def enter(
         The equation's results.
     """
     with compat.equation_context(eqn):
-        return _ENTER[eqn.primitive.name](eqn, args, operands, compress_body, name)
+        return _ENTER[eqn.primitive.name](_Place(eqn, args, operands, compress_body, name))
 
 
-def _enter_scan(
-    eqn: Equation,
-    args: Sequence[Any],
-    operands: Operands,
-    compress_body: CompressBody,
-    name: str,
-) -> list[Any]:
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """The arguments of `enter`."""
+
+    eqn: Equation
+    args: Sequence[Any]
+    operands: Operands
+    compress_body: CompressBody
+    name: str
+
+    def inputs(self, first: int = 0, encoded: Container[int] = ()) -> list[Input]:
+        """What is known of the inputs of a body that is passed the operands from `first` on.
+
+        Args:
+            first: the position of the first operand that is passed on.
+            encoded: positions of those that the body encodes where they have a gradient.
+        """
+        inputs = []
+        for i, atom in enumerate(self.eqn.invars[first:], first):
+            if i in encoded:
+                moving = is_differentiable(atom.aval.dtype)
+                inputs.append(self.operands.describe(atom, f"carry[{i}]", encoded=moving))
+            else:
+                inputs.append(self.operands.describe(atom, f"input[{i - first}]"))
+        return inputs
+
+
+def _enter_scan(place: _Place) -> list[Any]:
     """A loop. Its carry is an activation, different in every iteration and encoded in each."""
-    num_consts, num_carry = compat.scan_counts(eqn)
-    carries = range(num_consts, num_consts + num_carry)
-    consts, init, xs = args[:num_consts], args[num_consts : carries.stop], args[carries.stop :]
-    body, params = eqn.params["jaxpr"], eqn.params
-    inputs = [
-        operands.describe(atom, f"carry[{i}]", encoded=is_differentiable(atom.aval.dtype))
-        if i in carries
-        else operands.describe(atom, f"input[{i}]")
-        for i, atom in enumerate(eqn.invars)
-    ]
-    run = compress_body(body, inputs, name)
+    params, args = place.eqn.params, place.args
+    num_consts, num_carry = compat.scan_counts(place.eqn)
+    end = num_consts + num_carry
+    consts, init, xs = args[:num_consts], args[num_consts:end], args[end:]
+    inputs = place.inputs(encoded=range(num_consts, end))
+    run = place.compress_body(params["jaxpr"], inputs, place.name)
 
     def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         outs = run(*consts, *carry, *x)
@@ -86,33 +99,19 @@ def _enter_scan(
     return [*carry, *ys]
 
 
-def _enter_cond(
-    eqn: Equation,
-    args: Sequence[Any],
-    operands: Operands,
-    compress_body: CompressBody,
-    name: str,
-) -> list[Any]:
+def _enter_cond(place: _Place) -> list[Any]:
     """A choice of branches, by the first operand."""
-    inputs = [operands.describe(a, f"input[{i}]") for i, a in enumerate(eqn.invars[1:])]
     branches = [
-        compress_body(branch, inputs, f"{name}/branch_{i}")
-        for i, branch in enumerate(eqn.params["branches"])
+        place.compress_body(branch, place.inputs(1), f"{place.name}/branch_{i}")
+        for i, branch in enumerate(place.eqn.params["branches"])
     ]
-    return list(lax.switch(args[0], branches, *args[1:]))
+    return list(lax.switch(place.args[0], branches, *place.args[1:]))
 
 
-def _enter_shard_map(
-    eqn: Equation,
-    args: Sequence[Any],
-    operands: Operands,
-    compress_body: CompressBody,
-    name: str,
-) -> list[Any]:
+def _enter_shard_map(place: _Place) -> list[Any]:
     """A region that each device of a mesh runs on its own part of the operands."""
-    inputs = [operands.describe(a, f"input[{i}]") for i, a in enumerate(eqn.invars)]
-    params = eqn.params
-    run = compress_body(params["jaxpr"], inputs, name)
+    params = place.eqn.params
+    run = place.compress_body(params["jaxpr"], place.inputs(), place.name)
     mapped = jax.shard_map(
         lambda *parts: tuple(run(*parts)),
         mesh=params["mesh"],
@@ -121,7 +120,7 @@ def _enter_shard_map(
         axis_names=set(params["newly_manual_axes"]),
         check_vma=params["check_vma"],
     )
-    return list(mapped(*args))
+    return list(mapped(*place.args))
 
 
 _ENTER = {"scan": _enter_scan, "cond": _enter_cond, "shard_map": _enter_shard_map}
