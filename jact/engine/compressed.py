@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from jact import compat
 from jact.engine import backward, forward
 from jact.engine.linearize import Linearized, as_function, is_differentiable, linearize
 from jact.engine.origins import Input
+from jact.engine.program import Bind, Program
 from jact.engine.rewrite import Rewriter
 from jact.engine.select import Saved, Selection, select
 from jact.plan import Plan
@@ -84,12 +84,12 @@ def prepare(
 
     basis = policy.basis if isinstance(policy, Plan) else policy
     derivatives = basis.is_coarse if basis.derivatives is None else basis.derivatives
-    least = basis.min_bytes if derivatives else math.inf
     if rewritten:
-        function = as_function(
-            closed,
-            lambda program: Rewriter(program, inputs, compress_body, least).bind,
-        )
+
+        def rewriter(program: Program) -> Bind:
+            return Rewriter(program, inputs, compress_body, basis.min_bytes, not derivatives).bind
+
+        function = as_function(closed, rewriter)
     else:
         function = as_function(closed)
     wanted = [spec.wanted for spec in inputs]

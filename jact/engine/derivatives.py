@@ -44,12 +44,13 @@ class Activation:
     is_singular: bool
 
 
-def find(program: Program, least: float) -> dict[Var, Activation]:
+def find(program: Program, min_bytes: int, singular_only: bool) -> dict[Var, Activation]:
     """The longest such functions of a program, by their results.
 
     Args:
         program: the program.
-        least: how many bytes the argument has at least of a function without singular steps.
+        min_bytes: how many bytes their arguments have at least.
+        singular_only: whether only functions with a singular step are looked for.
     """
     arguments: dict[Var, Var] = {}
     constants: set[Var] = set()
@@ -86,7 +87,7 @@ def find(program: Program, least: float) -> dict[Var, Activation]:
         made = {v for eqn in eqns for v in eqn.outvars}
         is_singular = not made.isdisjoint(singular)
         size = argument.aval.size * argument.aval.dtype.itemsize
-        if is_singular or (size >= least and len(made & steps) > 1):
+        if size >= min_bytes and (is_singular or (len(made & steps) > 1 and not singular_only)):
             found[result] = Activation(argument, result, tuple(eqns), is_singular)
     return found
 

@@ -29,7 +29,8 @@ class Rewriter:
         program: Program,
         inputs: Sequence[Input],
         compress_body: CompressBody,
-        least_derivative: float = math.inf,
+        min_bytes: int = 0,
+        singular_only: bool = True,
     ):
         """Goes through a program.
 
@@ -37,8 +38,8 @@ class Rewriter:
             program: the program.
             inputs: what is known of the constants of its own and of its inputs.
             compress_body: see `CompressBody`.
-            least_derivative: bytes from which on an array is differentiated by its elements; see
-                `derivatives`.
+            min_bytes: see `derivatives.find`.
+            singular_only: see `derivatives.find`.
         """
         self._operands = Operands(program, inputs)
         self._compress_body = compress_body
@@ -47,7 +48,7 @@ class Rewriter:
         self._exponents: dict[Var, Any] = {s.numerator: None for s in self._softmaxes.values()}
         self._activations = {
             v: activation
-            for v, activation in derivatives.find(program, least_derivative).items()
+            for v, activation in derivatives.find(program, min_bytes, singular_only).items()
             if v not in self._exponents
         }
         self._arguments: dict[Var, Any] = {a.argument: None for a in self._activations.values()}
