@@ -93,8 +93,10 @@ def find(program: Program, min_bytes: int, singular_only: bool) -> dict[Var, Act
 
 
 def _is_elementwise(eqn: Equation, operands: Sequence[Var]) -> bool:
-    (out, *others) = eqn.outvars
-    if eqn.effects or others or any(v.aval.shape != out.aval.shape for v in operands):
+    if eqn.effects or len(eqn.outvars) != 1:
+        return False
+    (out,) = eqn.outvars
+    if any(v.aval.shape != out.aval.shape for v in operands):
         return False
     if eqn.primitive.name in costs.COMPARING:
         return all(_is_float(v) or v.aval.dtype == jnp.bool_ for v in [*operands, out])
