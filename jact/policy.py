@@ -137,9 +137,11 @@ class Policy:
             raise ValueError(f"min_bytes must not be negative, got {self.min_bytes}")
 
     @property
-    def is_coarse(self) -> bool:
-        """Whether the default codec has two bits or fewer."""
-        return getattr(self.default, "bits", 8) <= 2
+    def derivative_choices(self) -> tuple[bool, ...]:
+        """The values of `derivatives` to choose from: its own, or those that None stands for."""
+        if self.derivatives is not None:
+            return (self.derivatives,)
+        return (False, True) if getattr(self.default, "bits", 8) <= 2 else (False,)
 
     def action(self, name: str, shape: tuple[int, ...], dtype: Any) -> Action:
         """What the policy says of a residual: a codec, `"keep"` or `"recompute"`."""

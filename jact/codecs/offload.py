@@ -71,3 +71,8 @@ class Offload:
     def variance(self, x: jax.Array) -> jax.Array:
         """That of the inner codec."""
         return self.inner.variance(x)
+
+
+def on_device(codec: Codec) -> Codec:
+    """The codec that makes and reads the code on the device: what is offloaded moves beside it."""
+    return codec.inner if isinstance(codec, Offload) else codec

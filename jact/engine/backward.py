@@ -8,6 +8,7 @@ from typing import Any
 from jax import lax
 
 from jact import codecs, compat
+from jact.codecs.offload import on_device
 from jact.engine import program as programs
 from jact.engine.linearize import Linearized, is_differentiable
 from jact.engine.program import Atom, Equation, Var
@@ -215,9 +216,8 @@ class _Residuals:
         env.update(zip([*others, *weights], [*other_values, *weight_values], strict=True))
         for var, code in zip(to_decode, codes, strict=True):
             entry, _ = self._saved[var]
-            codec = entry.codec.inner if isinstance(entry.codec, codecs.Offload) else entry.codec
             with compat.mesh_of(var.aval):
-                env[var] = codec.decode(code, var.aval.shape, var.aval.dtype)
+                env[var] = on_device(entry.codec).decode(code, var.aval.shape, var.aval.dtype)
             self._time += not isinstance(entry.codec, codecs.Keep | codecs.Mask)
 
         def hold(eqn: Equation) -> None:

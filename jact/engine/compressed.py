@@ -83,11 +83,11 @@ def prepare(
         return functools.partial(run, *body.consts)
 
     basis = policy.basis if isinstance(policy, Plan) else policy
-    derivatives = basis.is_coarse if basis.derivatives is None else basis.derivatives
+    singular_only = True not in basis.derivative_choices
     if rewritten:
 
         def rewriter(program: Program) -> Bind:
-            return Rewriter(program, inputs, compress_body, basis.min_bytes, not derivatives).bind
+            return Rewriter(program, inputs, compress_body, basis.min_bytes, singular_only).bind
 
         function = as_function(closed, rewriter)
     else:

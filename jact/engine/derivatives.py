@@ -54,10 +54,10 @@ def find(program: Program, min_bytes: int, singular_only: bool) -> dict[Var, Act
     """
     arguments: dict[Var, Var] = {}
     constants: set[Var] = set()
-    # Results of nonlinear operations, and what follows from them.
+    # Results of nonlinear operations, and what follows from them; the same of singular ones.
     steps: set[Var] = set()
-    singular: set[Var] = set()
     nonlinear: set[Var] = set()
+    singular: set[Var] = set()
     read_elsewhere = {a for a in program.outvars if compat.is_var(a)}
     for eqn in program.eqns:
         operands = [v for v in programs.operands(eqn) if v not in constants]
@@ -68,26 +68,25 @@ def find(program: Program, min_bytes: int, singular_only: bool) -> dict[Var, Act
         if len(behind) == 1 and _is_elementwise(eqn, operands):
             (out,) = eqn.outvars
             (arguments[out],) = behind
-            moving = [a for a in eqn.invars if compat.is_var(a) and a in operands]
-            if not costs.is_linear(eqn, set(moving)):
+            moving = set(operands)
+            if not costs.is_linear(eqn, moving):
                 steps.add(out)
-            if costs.is_singular(eqn, set(moving)):
-                singular.add(out)
-            if out in steps or any(v in nonlinear for v in moving):
+            if out in steps or not nonlinear.isdisjoint(moving):
                 nonlinear.add(out)
+            if costs.is_singular(eqn, moving) or not singular.isdisjoint(moving):
+                singular.add(out)
         else:
             read_elsewhere.update(operands)
     producers = programs.Producers(program.eqns)
     found = {}
-    exits = (v for v in nonlinear & read_elsewhere if _is_float(v))
-    for result in exits:
-        argument = arguments[result]
+    for result in nonlinear & read_elsewhere:
+        argument, is_singular = arguments[result], result in singular
+        size = argument.aval.size * argument.aval.dtype.itemsize
+        if size < min_bytes or not _is_float(result) or (singular_only and not is_singular):
+            continue
         eqns, _ = producers.cone([result], {argument}.__contains__)
         # Of a single nonlinear step JAX, too, saves one array.
-        made = {v for eqn in eqns for v in eqn.outvars}
-        is_singular = not made.isdisjoint(singular)
-        size = argument.aval.size * argument.aval.dtype.itemsize
-        if size >= min_bytes and (is_singular or (len(made & steps) > 1 and not singular_only)):
+        if is_singular or sum(v in steps for eqn in eqns for v in eqn.outvars) > 1:
             found[result] = Activation(argument, result, tuple(eqns), is_singular)
     return found
 

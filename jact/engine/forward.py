@@ -11,6 +11,7 @@ from jax import lax
 
 from jact import codecs, compat
 from jact.codecs import Codec
+from jact.codecs.offload import on_device
 from jact.engine import costs, marks
 from jact.engine import program as programs
 from jact.engine.linearize import Linearized, is_differentiable
@@ -51,7 +52,7 @@ def run_forward(
     def encode(var: Any) -> None:
         if (i := index.get(var)) is None:
             return
-        codec = _on_device(saved[i].codec)
+        codec = on_device(saved[i].codec)
         with compat.mesh_of(var.aval):
             codes[i] = codec.encode(detach(env[var]), seeds[i])
         # What is saved as it is needs no haste: it is its own code.
@@ -101,10 +102,6 @@ def run_forward(
         marks.write(_sent(code, entry.codec), _marks(entry, scope))
         for code, entry in zip(codes, saved, strict=True)
     ]
-
-
-def _on_device(codec: Codec) -> Codec:
-    return codec.inner if isinstance(codec, codecs.Offload) else codec
 
 
 def _sent(code: Any, codec: Codec) -> Any:

@@ -165,15 +165,15 @@ class _Builder:
     def _visit_identities(self, eqn: Equation) -> None:
         """A barrier's results are its operands, one by one."""
         for operand, out in zip(eqn.invars, eqn.outvars, strict=True):
-            made = self.graph.values.get(operand) if compat.is_var(operand) else None
-            self.origins[out] = (
-                self.origins[operand] if compat.is_var(operand) else Origin.GENERATED
-            )
-            if compat.is_var(operand) and operand in self.inexact:
+            if not compat.is_var(operand):
+                self.origins[out] = Origin.GENERATED
+                continue
+            self.origins[out] = self.origins[operand]
+            if operand in self.inexact:
                 self.inexact[out] = self.inexact[operand]
-            if compat.is_var(operand) and operand in self.nonlinear:
+            if operand in self.nonlinear:
                 self.nonlinear.add(out)
-            if made is not None:
+            if (made := self.graph.values.get(operand)) is not None:
                 self.graph.values[out] = dataclasses.replace(made, var=out, pinned="")
                 self.graph.edges.append((operand, out))
 

@@ -119,14 +119,11 @@ def _choose_with_derivatives(
 ) -> tuple[Graph, set[Var]]:
     """The graph and the variables to save, with derivatives or without as the policy says."""
     choices = []
-    for derivatives in (False, True):
-        if policy.derivatives is derivatives or (
-            policy.derivatives is None and (policy.is_coarse or not derivatives)
-        ):
-            graph = graphs.build(linearized, inputs, policy, derivatives)
-            chosen = choose(graph, linearized)
-            size = sum(graph.values[v].stored_bytes for v in chosen)
-            choices.append((size, graph, chosen))
+    for derivatives in policy.derivative_choices:
+        graph = graphs.build(linearized, inputs, policy, derivatives)
+        chosen = choose(graph, linearized)
+        size = sum(graph.values[v].stored_bytes for v in chosen)
+        choices.append((size, graph, chosen))
     smallest, most = choices[0], choices[-1]
     return (most if most[0] <= _DERIVATIVES * smallest[0] else smallest)[1:]
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jact_kernels import compat, noise
-from jact_kernels.quantize import reference
+from jact_kernels.quantize import limits, reference
 from jact_kernels.quantize.ranges import Scheme, key_bits, restore, store
 
 LANES = 128
@@ -30,8 +30,8 @@ def unsupported(scheme: Scheme, dtype: DTypeLike) -> str | None:
         return f"{jnp.dtype(dtype).name} is left to XLA"
     if scheme.bits == 1:
         return "one bit per element is left to XLA: neighbouring lanes cannot be packed"
-    if scheme.zero_edge or scheme.storage != "bfloat16":
-        return "ranges with a zero edge, or stored otherwise than in bfloat16, are left to XLA"
+    if why := limits.unsupported_ranges(scheme):
+        return why
     if groups.last != len(groups.shape) - 2:
         return "groups that do not end at the axis before the last are left to XLA"
     if groups.shape[-1] < LANES:

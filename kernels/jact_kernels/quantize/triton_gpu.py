@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jact_kernels import compat, noise
-from jact_kernels.quantize import reference
+from jact_kernels.quantize import limits, reference
 from jact_kernels.quantize.packed import as_bytes, as_codes
 from jact_kernels.quantize.ranges import LEAST_NORMAL, MIN_STEP, Scheme
 
@@ -34,13 +34,9 @@ _GREATEST = tl.constexpr(float(jnp.finfo(jnp.bfloat16).max))
 
 def unsupported(scheme: Scheme, dtype: DTypeLike) -> str | None:
     """Why these kernels cannot take these arrays, or None if they can."""
+    if why := limits.unsupported_on_gpus(scheme, dtype):
+        return why
     groups = scheme.groups
-    if jnp.dtype(dtype).name == "float64":
-        return "float64 is left to XLA"
-    if scheme.zero_edge or scheme.storage != "bfloat16":
-        return "ranges with a zero edge, or stored otherwise than in bfloat16, are left to XLA"
-    if groups.last == len(groups.shape) - 1:
-        return "groups along the last axis are left to XLA, which reduces them within a warp"
     if groups.shape[-1] % (8 // scheme.bits):
         return f"the last axis, {groups.shape[-1]}, ends within a byte of codes"
     if groups.size > MAX_GROUP:

@@ -1,0 +1,24 @@
+"""What several kernels leave to XLA, and why."""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jact_kernels.quantize.ranges import Scheme
+
+
+def unsupported_ranges(scheme: Scheme) -> str | None:
+    """Why no kernel takes these ranges, or None if kernels do."""
+    if scheme.zero_edge or scheme.storage != "bfloat16":
+        return "ranges with a zero edge, or stored otherwise than in bfloat16, are left to XLA"
+    return None
+
+
+def unsupported_on_gpus(scheme: Scheme, dtype: DTypeLike) -> str | None:
+    """Why no kernel for GPUs takes these arrays, or None if they may."""
+    if jnp.dtype(dtype).name == "float64":
+        return "float64 is left to XLA"
+    if why := unsupported_ranges(scheme):
+        return why
+    if scheme.groups.last == len(scheme.groups.shape) - 1:
+        return "groups along the last axis are left to XLA, which reduces them within a warp"
+    return None
