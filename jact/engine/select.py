@@ -11,6 +11,7 @@ from jact import codecs, compat
 from jact.codecs import Codec
 from jact.engine import costs
 from jact.engine import graph as graphs
+from jact.engine import program as programs
 from jact.engine.graph import Graph, Value
 from jact.engine.linearize import Linearized
 from jact.engine.marks import Mark
@@ -108,6 +109,7 @@ def select(linearized: Linearized, inputs: Sequence[Input], policy: Policy | Pla
     if all(isinstance(graph.values[v].codec, codecs.Keep) for v in chosen | needed):
         # Nothing would be smaller, so nothing is worth making again: save what JAX would.
         chosen = needed
+    chosen = _before_arrangement(graph, linearized, chosen)
     saved = _name(graph, [v for v in graph.values if v in chosen])
     if isinstance(policy, Plan):
         saved = _apply(policy, saved)
@@ -140,6 +142,28 @@ def choose(graph: Graph, linearized: Linearized) -> set[Var]:
     edges = [(u, v) for u, v in graph.edges if u in relevant and v in relevant]
     pinned = [v for v in relevant if graph.values[v].pinned]
     return minimum_cut(capacities, edges, pinned, needed)
+
+
+def _before_arrangement(graph: Graph, linearized: Linearized, chosen: set[Var]) -> set[Var]:
+    """The chosen values as they were before they were reshaped or transposed.
+
+    That is the order of elements in which they were computed. XLA would have to bring what a
+    product made for others to read into their order once more for the encoding.
+    """
+    makers = {v: eqn for eqn in linearized.forward.eqns for v in eqn.outvars}
+
+    def before(var: Var) -> Var:
+        value = graph.values[var]
+        while not value.pinned and makers[value.var].primitive.name in costs.ARRANGING:
+            (operand,) = (v for v in programs.operands(makers[value.var]) if v in graph.values)
+            earlier = graph.values[operand]
+            stored_alike = (earlier.codec, earlier.exact) == (value.codec, value.exact)
+            if not stored_alike or earlier.stored_bytes > value.stored_bytes:
+                break
+            value = earlier
+        return value.var
+
+    return {before(v) for v in chosen}
 
 
 def _held(graph: Graph, linearized: Linearized) -> set[Var]:

@@ -18,6 +18,10 @@ INDEX_FACTOR = 0x9E3779B1
 """What a row-major index is multiplied by, so that neighbours differ in many bits."""
 
 
+SEED_FACTOR = 0x85EBCA6B
+"""What a seed is multiplied by, likewise."""
+
+
 def random_bits(
     shape: tuple[int, ...], seed: Seed, group_bits: jax.Array | None = None
 ) -> jax.Array:
@@ -46,8 +50,8 @@ def random_bits(
 
 def group_key(seed: Seed, group_bits: jax.Array) -> jax.Array:
     """One key per group: a hash as long as the one per element, for far fewer entries."""
-    key = finalise(_as_uint32(seed) ^ jnp.uint32(0x9E3779B9))
-    return finalise(group_bits ^ jnp.broadcast_to(key, group_bits.shape))
+    stream = _as_uint32(seed) * jnp.uint32(SEED_FACTOR)
+    return finalise(group_bits ^ jnp.broadcast_to(stream, group_bits.shape))
 
 
 def random_bits_of(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -549,3 +549,22 @@ def test_pieces_of_different_size_do_not_share_a_range() -> None:
     got = jax.jit(jact.grad(loss, policy="int8"))(params, x)
     cases.assert_close(got["query"], want["query"], 0.01)
     cases.assert_close(got["token"], want["token"], 0.01)
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        lambda y: y.reshape(4, 64, 2, 64),
+        lambda y: y.reshape(4, 64, 2, 64).transpose(0, 2, 1, 3),
+        lambda y: jnp.expand_dims(y[:, ::-1], 1),
+    ],
+)
+def test_values_are_saved_in_the_order_in_which_they_are_made(arrange: Any) -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(arrange(x @ w)))
+
+    w, x = jnp.eye(128) * 0.3, jax.random.normal(jax.random.key(0), (4, 64, 128))
+    (entry,) = _prepared(loss, w, x)
+    assert entry.value.aval.shape == x.shape
+    exact, coded = jax.grad(loss)(w, x), jact.grad(loss, policy="int8")(w, x)
+    np.testing.assert_allclose(coded, exact, atol=0.02 * float(jnp.abs(exact).max()))

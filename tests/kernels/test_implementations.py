@@ -129,13 +129,15 @@ def unpacked(codes: jax.Array, scheme: Scheme) -> jax.Array:
 
 
 @pytest.mark.oldest
-def test_the_inverse_of_a_step_is_rounded_correctly() -> None:
+def test_the_inverse_of_a_step_is_correct() -> None:
     """For every step there is: the bfloat16 numbers from the least one on."""
     steps = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32)
-    steps = steps[steps >= np.float32(2.0**-100)]
-    expected = np.float32(2.0 ** (reference.FRACTION_BITS + 1)) / steps
+    steps = steps[steps >= np.float32(2.0**-100)].astype(np.float64)
     assert len(steps) > 29_000
-    assert_equal(jax.jit(reference.inverse_step)(steps), expected)
+    inverse = np.asarray(jax.jit(reference.inverse_step)(steps.astype(np.float32)), np.float64)
+    lost = 1 - inverse * steps / 2.0 ** (reference.FRACTION_BITS + 1)
+    assert lost.min() >= 0
+    assert lost.max() < 2.0**-21
 
 
 @needs_triton

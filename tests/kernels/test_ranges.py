@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jact_kernels import dequantize, plan_groups, quantize, quantized_nbytes, rounding_variance
-from jact_kernels.quantize.ranges import Scheme, restore, store
+from jact_kernels.quantize.ranges import Scheme, measure
 
 BITS = (1, 2, 4, 8)
 # Every other one with either way to store ranges.
@@ -78,7 +78,7 @@ def steps(x: jax.Array, *, stochastic: bool = True, zero_edge: bool = False, **o
     )
     split = x.reshape(groups.split_shape)
     ends = (reduce(split, axis=groups.axes) for reduce in (jnp.min, jnp.max))
-    step = restore(store(*ends, scheme), scheme).step
+    _, (_, step, _) = measure(*ends, scheme)
     return np.broadcast_to(np.expand_dims(step, groups.axes), groups.split_shape).reshape(x.shape)
 
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jact_kernels import compat, noise
 from jact_kernels.quantize import limits, reference
 from jact_kernels.quantize.packed import as_bytes, as_codes
-from jact_kernels.quantize.ranges import Range, Scheme, key_bits, restore, store
+from jact_kernels.quantize.ranges import Range, Scheme, key_bits, measure, restore
 
 THREADS = 128
 """The threads that Mosaic GPU programs as one (a warpgroup)."""
@@ -153,11 +153,11 @@ def quantize(
 
         first = stage(0)
         ends = _for_each_row(1, tiling.group, widen, (first, first))
-        stored = [store(low, high, scheme) for low, high in zip(*ends, strict=True)]
-        for phase, entries in zip(phases, stored, strict=True):
+        measured = [measure(low, high, scheme) for low, high in zip(*ends, strict=True)]
+        for phase, (entries, _) in zip(phases, measured, strict=True):
             for ref, entry in zip(stored_refs, entries, strict=True):
                 plgpu.store(ref.at[down, :, across, :, phase], entry)
-        each = [_per_group(restore(entries, scheme), seed_ref[0]) for entries in stored]
+        each = [_per_group(group, scheme, seed_ref[0]) for _, group in measured]
         start = _start(plgpu, layout, tiling, down, across)
 
         def encode(row: Any, _: None) -> None:
@@ -177,7 +177,7 @@ def quantize(
         _for_each_row(0, tiling.group, encode, None)
 
     end = jax.ShapeDtypeStruct(tiling.ends, jnp.float32)
-    stored_types = jax.eval_shape(lambda low, high: store(low, high, scheme), end, end)
+    stored_types = jax.eval_shape(lambda low, high: measure(low, high, scheme)[0], end, end)
     codes, *stored = compat.mosaic_gpu_kernel(
         body,
         out_type=(jax.ShapeDtypeStruct(tiling.codes, jnp.uint8), *stored_types),
@@ -260,8 +260,10 @@ def _for_each_row(start: int, stop: int, body: Any, carry: Any) -> Any:
     return carry
 
 
-def _per_group(group: Range, seed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return *reference.scale(group), noise.group_key(seed, key_bits(group))
+def _per_group(
+    group: Range, scheme: Scheme, seed: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return *reference.scale(group), noise.group_key(seed, key_bits(group, scheme))
 
 
 def _start(plgpu: Any, layout: Any, tiling: Tiling, down: Any, across: Any) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jact_kernels import compat, noise
 from jact_kernels.quantize import limits, reference
-from jact_kernels.quantize.ranges import Scheme, key_bits, restore, store
+from jact_kernels.quantize.ranges import Scheme, key_bits, measure, restore
 
 LANES = 128
 ROWS = 8
@@ -57,11 +57,10 @@ def quantize(
     def body(seed_ref: Any, x_ref: Any, codes_ref: Any, *stored_refs: Any) -> None:
         x = x_ref[...].astype(jnp.float32)
         numbers = reference.nan_to_infinity(x)
-        stored = store(jnp.min(numbers, axis=1), jnp.max(numbers, axis=1), scheme)
+        stored, group = measure(jnp.min(numbers, axis=1), jnp.max(numbers, axis=1), scheme)
         for ref, entry in zip(stored_refs, stored, strict=True):
             ref[...] = entry
-        group = restore(stored, scheme)
-        key = noise.group_key(seed_ref[0], key_bits(group))
+        key = noise.group_key(seed_ref[0], key_bits(group, scheme))
         half_low, inverse, key = (
             lax.expand_dims(entry, (1,)) for entry in (*reference.scale(group), key)
         )
@@ -75,7 +74,7 @@ def quantize(
         codes_ref[...] = codes.astype(codes_ref.dtype)
 
     end = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
-    stored_types = jax.eval_shape(lambda low, high: store(low, high, scheme), end, end)
+    stored_types = jax.eval_shape(lambda low, high: measure(low, high, scheme)[0], end, end)
     code_dtype = reference.CODE_DTYPES[scheme.bits]
     values, ends = _block_specs(pl, size, width)
     codes, *stored = pl.pallas_call(

@@ -1,8 +1,8 @@
 """The range of a group: what is computed once per group, and how it is stored.
 
 A code `c` stands for `low + c * step`. Steps are float32 numbers that bfloat16 holds exactly, so
-that the product is exact. A range is stored first, and the codes are made with what `restore`
-returns: codes made with any other range would be biased.
+that the product is exact. Codes are made with the range as it is stored, which `restore` returns:
+codes made with any other would be biased.
 """
 
 import dataclasses
@@ -23,6 +23,9 @@ MIN_STEP = 2.0**-100
 LEAST_NORMAL = 2.0**-125
 """Smaller magnitudes count as zero, as devices differ in whether they keep those whose half, which
 is what is computed with, is a subnormal number."""
+
+GREATEST = float(jnp.finfo(jnp.bfloat16).max)
+"""The greatest finite bfloat16 number."""
 
 SECOND_GROUP = 32
 """About how many 8-bit ranges share what they are relative to."""
@@ -85,6 +88,11 @@ class Scheme:
         )
 
     @property
+    def in_bfloat16(self) -> bool:
+        """Whether both ends are stored in 16 bits."""
+        return not self.zero_edge and self.second is None and self.storage != "float32"
+
+    @property
     def stored(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The shapes and dtypes of the arrays that `store` returns."""
         grid, second = self.groups.grid_shape, self.second
@@ -109,14 +117,25 @@ class Scheme:
         return "uint16" if self.bits == 8 else "uint8"
 
 
-def store(low: jax.Array, high: jax.Array, scheme: Scheme) -> Stored:
-    """The arrays that store the ranges of groups, rounded outwards.
+def measure(low: jax.Array, high: jax.Array, scheme: Scheme) -> tuple[Stored, Range]:
+    """The ranges of groups, rounded outwards.
 
     Args:
       low: the least element of each group, float32 in `groups.grid_shape`.
       high: the greatest element of each group.
       scheme: what ranges look like.
+
+    Returns:
+      The arrays that store the ranges, and what `restore` makes of them.
     """
+    if scheme.in_bfloat16:
+        group = Range(*affine(low, high, scheme.levels))
+        return (group.low.astype(jnp.bfloat16), group.step.astype(jnp.bfloat16)), group
+    stored = _store(low, high, scheme)
+    return stored, restore(stored, scheme)
+
+
+def _store(low: jax.Array, high: jax.Array, scheme: Scheme) -> Stored:
     second = scheme.second
     if scheme.zero_edge:
         step, twice_zero = edged(low, high, scheme.bits, scheme.stochastic)
@@ -126,10 +145,8 @@ def store(low: jax.Array, high: jax.Array, scheme: Scheme) -> Stored:
         return zero, *_store_steps(step, second)
     if second is not None:
         return _store_bytes(low, high, scheme.levels, second)
-    low, step = affine(low, high, scheme.levels, round_low=scheme.storage != "float32")
-    return low if scheme.storage == "float32" else low.astype(jnp.bfloat16), step.astype(
-        jnp.bfloat16
-    )
+    low, step = affine(low, high, scheme.levels, round_low=False)
+    return low, step.astype(jnp.bfloat16)
 
 
 def restore(stored: Stored, scheme: Scheme) -> Range:
@@ -152,6 +169,9 @@ def affine(
 ) -> tuple[jax.Array, jax.Array]:
     """The low end and the step of groups, such that `low <= x <= low + levels * step`.
 
+    Both are correct to the rounding of a float32: the greatest element may lie beyond the last code
+    by as much.
+
     Args:
       low: the least element of each group, float32.
       high: the greatest element of each group.
@@ -161,18 +181,16 @@ def affine(
     Returns:
       Low ends and steps, float32; both are NaN where the group is not finite.
     """
-    # Zero for finite groups; NaN for the others, and it makes their whole range NaN.
-    nothing = (low - low) + (high - high)
-    low, high = _round_down(low) if round_low else _flush(low), _flush(high)
     # Half the span, as the whole may exceed float32.
+    exact_span = _half(high) - _half(low)
+    low = _round_down(low) if round_low else low
     half_span = _half(high) - _half(low)
     step = _round_up(half_span * jnp.float32(2 / levels))
-    # The product above is rounded and may have ended up just below the bfloat16 number it exceeds.
-    too_small = _half(step) * jnp.float32(levels) < half_span
-    step = jnp.where(too_small, _round_up(step * jnp.float32(1 + 2**-8)), step)
-    # The ends are compared, as their difference may be zero on a device without subnormal numbers.
-    step = jnp.where(high > low, jnp.maximum(step, jnp.float32(MIN_STEP)), jnp.float32(0))
-    return low + nothing, step + nothing
+    if levels == 1:
+        step = jnp.minimum(step, jnp.float32(GREATEST))
+    # Zero for finite groups; NaN for the others, and it makes their whole range NaN.
+    nothing = exact_span - exact_span
+    return low + nothing, jnp.maximum(step, jnp.float32(MIN_STEP)) + nothing
 
 
 def edged(
@@ -206,7 +224,7 @@ def edged(
     more = jnp.minimum(fewer + jnp.float32(1), jnp.float32(levels))
     count = jnp.where(needed(more) < needed(fewer), more, fewer)
     one_sided = jnp.maximum(below, above) / jnp.float32(levels + inside)
-    step = _round_up(jnp.where(mixed, needed(count), one_sided))
+    step = jnp.minimum(_round_up(jnp.where(mixed, needed(count), one_sided)), jnp.float32(GREATEST))
     step = jnp.where(half_span > 0, jnp.maximum(step, jnp.float32(MIN_STEP)), jnp.float32(0))
     at_end = jnp.where(below > 0, jnp.int32(2 * levels), jnp.int32(0))
     # A count of NaN must not meet a conversion to integers.
@@ -214,11 +232,14 @@ def edged(
     return step + nothing, jnp.where(mixed, jnp.int32(2) * count - jnp.int32(1), at_end)
 
 
-def key_bits(group: Range) -> jax.Array:
+def key_bits(group: Range, scheme: Scheme) -> jax.Array:
     """32 bits of a group's range, for the noise."""
     low_bits, step_bits = (lax.bitcast_convert_type(end, jnp.uint32) for end in group[:2])
-    mixed = (low_bits >> jnp.uint32(16)) ^ (low_bits & jnp.uint32(_LOWER_HALF))
-    return mixed | (step_bits & jnp.uint32(_UPPER_HALF))
+    mixed = low_bits >> jnp.uint32(16)
+    if scheme.in_bfloat16:
+        # There is nothing in the lower half of either.
+        return mixed | step_bits
+    return (mixed ^ (low_bits & jnp.uint32(_LOWER_HALF))) | (step_bits & jnp.uint32(_UPPER_HALF))
 
 
 def _store_bytes(low: jax.Array, high: jax.Array, levels: int, second: Groups) -> Stored:
@@ -296,20 +317,15 @@ def _flush(x: jax.Array) -> jax.Array:
 
 def _round_down(x: jax.Array) -> jax.Array:
     """The greatest finite bfloat16 number that is not above `x`, or the least one there is."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    away = jnp.where(x < 0, jnp.uint32(_LOWER_HALF), jnp.uint32(0))
-    rounded = _upper_half(bits + away)
-    least = jnp.float32(-float(jnp.finfo(jnp.bfloat16).max))
-    tiny = jnp.abs(x) < jnp.float32(LEAST_NORMAL)
-    return jnp.where(tiny, jnp.float32(0), jnp.maximum(rounded, least))
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    away = (bits >> jnp.int32(31)) & jnp.int32(_LOWER_HALF)
+    return jnp.maximum(_upper_half(bits + away), jnp.float32(-GREATEST))
 
 
 def _round_up(x: jax.Array) -> jax.Array:
-    """The least bfloat16 number that is not below a positive `x`, or the greatest there is."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    greatest = jnp.float32(float(jnp.finfo(jnp.bfloat16).max))
-    return jnp.minimum(_upper_half(bits + jnp.uint32(_LOWER_HALF)), greatest)
+    """The least bfloat16 number that is not below a positive `x`, or infinity."""
+    return _upper_half(lax.bitcast_convert_type(x, jnp.int32) + jnp.int32(_LOWER_HALF))
 
 
 def _upper_half(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits & jnp.uint32(_UPPER_HALF), jnp.float32)
+    return lax.bitcast_convert_type(bits & jnp.int32(-0x10000), jnp.float32)

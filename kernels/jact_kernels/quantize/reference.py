@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from jact_kernels import noise
@@ -37,10 +38,9 @@ def quantize(x: jax.Array, *, scheme: Scheme, seed: noise.Seed) -> tuple[jax.Arr
     """Quantises `x`; see `jact_kernels.quantize`."""
     groups = scheme.groups
     x = x.reshape(groups.split_shape)
-    stored = _stored_ranges(x, scheme)
+    stored, group = _ranges(x, scheme)
     x = x.astype(jnp.float32)
-    group = ranges.restore(stored, scheme)
-    key = noise.group_key(seed, ranges.key_bits(group))
+    key = noise.group_key(seed, ranges.key_bits(group, scheme))
     # Without the barrier, a compiler fuses what is computed once per group into the loop over its
     # elements, and computes it for each of them.
     stored, *each = lax.optimization_barrier((stored, *scale(group), key, group.twice_zero))
@@ -53,7 +53,7 @@ def quantize(x: jax.Array, *, scheme: Scheme, seed: noise.Seed) -> tuple[jax.Arr
     codes = clamp((place + shift) >> jnp.int32(FRACTION_BITS), x, scheme.levels, twice_zero)
     codes = codes.reshape(groups.shape)
     codes = pack_mask(codes.astype(bool)) if scheme.bits == 1 else _narrow(codes, scheme.bits)
-    return codes, *stored
+    return tuple(_in_order(entry) for entry in (codes, *stored))
 
 
 @functools.partial(jax.jit, static_argnames=("scheme", "dtype"))
@@ -75,11 +75,14 @@ def rounding_variance(x: jax.Array, *, scheme: Scheme) -> jax.Array:
     """The expected squared error per element; see `jact_kernels.rounding_variance`."""
     groups = scheme.groups
     x = x.astype(jnp.float32).reshape(groups.split_shape)
-    group = ranges.restore(_stored_ranges(x, scheme), scheme)
+    _, group = _ranges(x, scheme)
     ends = (None if end is None else lax.expand_dims(end, groups.axes) for end in group)
     low, step, twice_zero = ends
     assert low is not None and step is not None
-    place = position(x, *scale(Range(low, step))) * jnp.float32(2.0**-FRACTION_BITS)
+    half_low, inverse = scale(Range(low, step))
+    # Nothing is lost where there is one code only.
+    inverse = jnp.where(step == 0, jnp.float32(0), inverse)
+    place = position(x, half_low, inverse) * jnp.float32(2.0**-FRACTION_BITS)
     below = jnp.floor(place)
     fraction = place - below
     share = fraction if scheme.stochastic else jnp.round(fraction)
@@ -94,28 +97,24 @@ def rounding_variance(x: jax.Array, *, scheme: Scheme) -> jax.Array:
 
 def scale(group: Range) -> tuple[jax.Array, jax.Array]:
     """Half the low end of each group, and what turns half a distance from it into a position."""
-    positive = group.step > 0
-    # A step of zero has one code only; a step of NaN must not meet a conversion to integers.
-    inverse = jnp.where(positive, inverse_step(group.step), jnp.float32(0))
-    finite = group.low - group.low == 0
-    return jnp.where(finite, _half(group.low), jnp.float32(0)), inverse
+    return _half(group.low), inverse_step(group.step)
 
 
 def inverse_step(step: jax.Array) -> jax.Array:
-    """`2**(FRACTION_BITS + 1) / step`, rounded to the nearest, for steps of 8 significant bits.
+    """`2**(FRACTION_BITS + 1) / step`, too small by less than 2**-21 of it.
 
     In integers, as not every device, nor every compiler, rounds a quotient of floats correctly.
+
+    Args:
+      step: normal numbers of 8 significant bits; others give a number without meaning.
     """
     bits = lax.bitcast_convert_type(step, jnp.int32)
     significand = (bits >> jnp.int32(16)) & jnp.int32(0x7F) | jnp.int32(0x80)
-    half = lax.bitcast_convert_type(significand >> jnp.int32(1), jnp.uint32)
-    divisor = lax.bitcast_convert_type(significand, jnp.uint32)
-    # 24 bits, which a float32 holds; of a power of two, divided by eight bits, there are no ties.
-    quotient = lax.div(half + jnp.uint32(1 << 31), divisor)
-    number = lax.bitcast_convert_type(quotient, jnp.int32).astype(jnp.float32)
-    exponent = jnp.int32(FRACTION_BITS + 104) - (bits >> jnp.int32(23))
-    scaled = lax.bitcast_convert_type(number, jnp.int32) + (exponent << jnp.int32(23))
-    return lax.bitcast_convert_type(scaled, jnp.float32)
+    # At least 22 bits, and no more than a float32 holds.
+    quotient = lax.div(jnp.int32(1 << 29), significand).astype(jnp.float32)
+    # Exponents are counted from 127, so 255 minus that of the step is the one of a power of two.
+    power = lax.bitcast_convert_type(~bits & jnp.int32(0x7F800000), jnp.float32)
+    return quotient * power
 
 
 def position(x: jax.Array, half_low: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -152,7 +151,7 @@ def clamp(codes: jax.Array, x: jax.Array, levels: int, twice_zero: jax.Array | N
     return lax.clamp(least, codes, greatest)
 
 
-def _stored_ranges(x: jax.Array, scheme: Scheme) -> ranges.Stored:
+def _ranges(x: jax.Array, scheme: Scheme) -> tuple[ranges.Stored, Range]:
     axes = scheme.groups.axes
 
     def together(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -178,12 +177,21 @@ def _stored_ranges(x: jax.Array, scheme: Scheme) -> ranges.Stored:
     # of 16-bit arrays transposed on a GPU, and turns them in a kernel of its own. The barrier keeps
     # a compiler from reducing the groups anew for each reader of their ends.
     low, high = lax.optimization_barrier((low.astype(jnp.float32), high.astype(jnp.float32)))
-    return ranges.store(low, high, scheme)
+    return ranges.measure(low, high, scheme)
 
 
 def nan_to_infinity(x: jax.Array) -> jax.Array:
     """Replaces NaN by infinity, which likewise makes the range of its group NaN."""
     return jnp.where(x == x, x, jnp.asarray(jnp.inf, x.dtype))
+
+
+def _in_order(x: jax.Array) -> jax.Array:
+    """The array, row-major in memory on a GPU."""
+
+    def row_major(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+    return lax.platform_dependent(x, cuda=row_major, default=lambda x: x)
 
 
 def _narrow(codes: jax.Array, bits: int) -> jax.Array:

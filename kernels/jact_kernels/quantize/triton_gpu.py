@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jact_kernels import compat, noise
 from jact_kernels.quantize import limits, reference
 from jact_kernels.quantize.packed import as_bytes, as_codes
-from jact_kernels.quantize.ranges import LEAST_NORMAL, MIN_STEP, Scheme
+from jact_kernels.quantize.ranges import MIN_STEP, Scheme
 
 TILE = 8192
 """About how many elements a program holds."""
@@ -27,7 +27,7 @@ MAX_GROUP = 1024
 _FRACTION_BITS = tl.constexpr(reference.FRACTION_BITS)
 _HALF = tl.constexpr(int(reference.TO_NEAREST))
 _INDEX_FACTOR = tl.constexpr(noise.INDEX_FACTOR)
-_LEAST_NORMAL = tl.constexpr(LEAST_NORMAL)
+_SEED_FACTOR = tl.constexpr(noise.SEED_FACTOR)
 _MIN_STEP = tl.constexpr(MIN_STEP)
 _GREATEST = tl.constexpr(float(jnp.finfo(jnp.bfloat16).max))
 
@@ -131,9 +131,7 @@ def quantize_kernel(
     place = row * COLUMNS + columns
     tl.store(low_end + place, low.to(tl.bfloat16), mask=columns < COLUMNS)
     tl.store(step_end + place, step.to(tl.bfloat16), mask=columns < COLUMNS)
-    half_low = tl.where(low - low == 0, low * 0.5, 0.0)
-    inverse = tl.where(step > 0, _inverse(step), 0.0)
-    position = (values * 0.5 - half_low[None, :]) * inverse[None, :]
+    position = (values * 0.5 - low[None, :] * 0.5) * _inverse(step)[None, :]
     if STOCHASTIC:
         key = _group_key(tl.load(seed), low, step)
         spread = index.to(tl.uint32) * _INDEX_FACTOR
@@ -201,27 +199,25 @@ def _greater(a, b):
 @triton.jit
 def _affine(low, high, LEVELS: tl.constexpr):
     """The low end and the step of a group; see `ranges.affine`."""
-    nothing = (low - low) + (high - high)
+    span = high * 0.5 - low * 0.5
     low = _round_down(low)
-    high = tl.where(tl.abs(high) < _LEAST_NORMAL, 0.0, high)
-    half_span = high * 0.5 - low * 0.5
-    step = _round_up(half_span * (2 / LEVELS))
-    too_small = step * 0.5 * LEVELS < half_span
-    step = tl.where(too_small, _round_up(step * (1 + 2**-8)), step)
-    step = tl.where(high > low, _greater(step, _MIN_STEP), 0.0)
-    return low + nothing, step + nothing
+    step = _round_up((high * 0.5 - low * 0.5) * (2 / LEVELS))
+    if LEVELS == 1:
+        step = _smaller(step, _GREATEST)
+    nothing = span - span
+    return low + nothing, _greater(step, _MIN_STEP) + nothing
 
 
 @triton.jit
 def _round_down(x):
-    bits = x.to(tl.uint32, bitcast=True) + tl.where(x < 0, 0xFFFF, 0).to(tl.uint32)
-    rounded = _greater(_upper_half(bits), -_GREATEST)
-    return tl.where(tl.abs(x) < _LEAST_NORMAL, 0.0, rounded)
+    bits = x.to(tl.int32, bitcast=True)
+    away = (bits >> 31) & 0xFFFF
+    return _greater(_upper_half((bits + away).to(tl.uint32, bitcast=True)), -_GREATEST)
 
 
 @triton.jit
 def _round_up(x):
-    return _smaller(_upper_half(x.to(tl.uint32, bitcast=True) + 0xFFFF), _GREATEST)
+    return _upper_half(x.to(tl.uint32, bitcast=True) + 0xFFFF)
 
 
 @triton.jit
@@ -231,22 +227,17 @@ def _upper_half(bits):
 
 @triton.jit
 def _inverse(step):
-    """`2**(FRACTION_BITS + 1) / step`, exactly rounded; see `reference`."""
+    """`2**(FRACTION_BITS + 1) / step`, a little too small; see `reference`."""
     bits = step.to(tl.int32, bitcast=True)
-    significand = ((bits >> 16) & 0x7F) | 0x80
-    numerator = (significand >> 1).to(tl.uint32) + 0x80000000
-    number = (numerator // significand.to(tl.uint32)).to(tl.int32).to(tl.float32)
-    exponent = _FRACTION_BITS + 104 - (bits >> 23)
-    return (number.to(tl.int32, bitcast=True) + (exponent << 23)).to(tl.float32, bitcast=True)
+    quotient = (1 << 29) // (((bits >> 16) & 0x7F) | 0x80)
+    return quotient.to(tl.float32) * (~bits & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _group_key(seed, low, step):
     """The key of a group's noise; see `noise.group_key` and `ranges.key_bits`."""
-    low_bits = low.to(tl.uint32, bitcast=True)
-    step_bits = step.to(tl.uint32, bitcast=True)
-    mixed = (low_bits >> 16) ^ (low_bits & 0xFFFF)
-    return _finalise((mixed | (step_bits & 0xFFFF0000)) ^ _finalise(seed ^ 0x9E3779B9))
+    bits = (low.to(tl.uint32, bitcast=True) >> 16) | step.to(tl.uint32, bitcast=True)
+    return _finalise(bits ^ (seed * _SEED_FACTOR))
 
 
 @triton.jit
