@@ -126,10 +126,6 @@ def compressed(
     def plain(*values: Any) -> list[Any]:
         return compat.call_jaxpr(closed, values[:num_consts], values[num_consts:])
 
-    @jax.custom_vjp
-    def run(*values: Any) -> list[Any]:
-        return plain(*values)
-
     def run_forward(*values: Any) -> tuple[list[Any], Any]:
         prepared = prepare(closed, values, inputs, num_differentiated_outputs, policy)
         seeds = [_seed(entry.name) for entry in prepared.saved]
@@ -152,8 +148,7 @@ def compressed(
             result[i] = gradient
         return tuple(_settle(result, inputs, weights))
 
-    run.defvjp(run_forward, run_backward)
-    return run
+    return compat.custom_vjp(plain, run_forward, run_backward, name)
 
 
 def _settle(gradients: Sequence[Any], inputs: Sequence[Input], weights: Sequence[int]) -> list[Any]:

@@ -122,7 +122,7 @@ def linearize(
         leaves, tree = jax.tree.flatten(pull)
         return [*outs, *leaves]
 
-    closed_forward = jax.make_jaxpr(forward)(*avals)
+    closed_forward = compat.trace(forward, avals, "the forward pass")
     residual_avals = [a.aval for a in closed_forward.jaxpr.outvars[num_outputs:]]
     cotangent_avals = [
         compat.cotangent_type(closed_forward.jaxpr.outvars[i].aval) for i in cotangents
@@ -132,7 +132,9 @@ def linearize(
         leaves, cts = args[: len(residual_avals)], args[len(residual_avals) :]
         return list(jax.tree.unflatten(tree, leaves)(list(cts)))
 
-    closed_backward = jax.make_jaxpr(backward)(*residual_avals, *cotangent_avals)
+    closed_backward = compat.trace(
+        backward, [*residual_avals, *cotangent_avals], "the backward pass"
+    )
     return Linearized(
         programs.flatten(closed_forward),
         programs.flatten(closed_backward),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,8 +58,10 @@ class Traced:
 
         self.name = function_name(fun)
         array_leaves = [leaves[positions[0]] for positions in slots]
+        array_names = [_name(paths[positions[0]][0]) for positions in slots]
+        types = [compat.type_of(leaf) for leaf in array_leaves]
         with module_scopes():
-            self.closed: Any = jax.make_jaxpr(flat)(*map(compat.type_of, array_leaves))
+            self.closed: Any = compat.trace(flat, types, _source(fun), array_names)
         self.values = [*self.closed.consts, *array_leaves]
         # Which gradients may be asked for must not depend on who asks: JAX keeps the form of the
         # residuals of a call that it has traced, whatever it is differentiated with respect to
@@ -67,28 +70,25 @@ class Traced:
             Input(f"closed over: {_describe(c)}", wanted=not differentiated)
             for c in self.closed.consts
         ]
-        for positions in slots:
-            inputs = [
-                self._input(paths[i][0], leaves[i], is_kept, differentiated) for i in positions
-            ]
+        for positions, aval in zip(slots, types, strict=True):
+            inputs = [self._input(paths[i][0], aval, is_kept, differentiated) for i in positions]
             # An array that is passed twice is kept by reference if one of the arguments is.
             self.inputs.append(min(inputs, key=lambda spec: spec.encoded))
 
     def _input(
         self,
         path: Any,
-        leaf: Any,
+        aval: Any,
         is_kept: Callable[[int | str], bool],
         differentiated: Sequence[int],
     ) -> Input:
         # A path is the position in (args, kwargs), then the position or the name, then the path
         # within the argument.
         where = path[1].idx if hasattr(path[1], "idx") else path[1].key
-        name = ("args" if path[0].idx == 0 else "kwargs") + jax.tree_util.keystr(path[1:])
-        encoded = not is_kept(where) and is_differentiable(compat.type_of(leaf).dtype)
+        encoded = not is_kept(where) and is_differentiable(aval.dtype)
         weights = isinstance(where, int) and (where in differentiated)
         return Input(
-            name, where if weights else None, encoded, wanted=weights or not differentiated
+            _name(path), where if weights else None, encoded, wanted=weights or not differentiated
         )
 
     def specialise(self) -> None:
@@ -98,6 +98,8 @@ class Traced:
         of a jitted training step) lives anyway, and is no activation.
         """
         fixed = compat.undifferentiated(self.values)
+        if not any(fixed):
+            return
         self.inputs = [
             dataclasses.replace(
                 spec,
@@ -138,6 +140,20 @@ class Traced:
             for i in range(count)
         ]
         return jax.tree.unflatten(self._out_tree, leaves)
+
+
+# Blocks that are alike have arguments of the same names.
+@functools.lru_cache(maxsize=4096)
+def _name(path: Any) -> str:
+    """What the user calls an array in an argument: `args[1]['image']`."""
+    return ("args" if path[0].idx == 0 else "kwargs") + jax.tree_util.keystr(path[1:])
+
+
+def _source(fun: Callable[..., Any]) -> str:
+    """A function's name and the line where it is defined, for messages."""
+    code = getattr(inspect.unwrap(fun), "__code__", None)
+    name = function_name(fun)
+    return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
 
 
 def _slots(leaves: Sequence[Any]) -> list[list[int]]:
