@@ -242,3 +242,11 @@ def is_statistic(eqn: Equation) -> bool:
         return False
     largest = max((math.prod(a.aval.shape) for a in eqn.invars), default=0)
     return math.prod(eqn.outvars[0].aval.shape) <= largest * STATISTIC_FRACTION
+
+
+def sums_over_batch(eqn: Equation) -> bool:
+    """Whether an equation sums over the leading axis and not the last, as BatchNorm does."""
+    if eqn.primitive.name != "reduce_sum":
+        return False
+    axes, ndim = eqn.params["axes"], eqn.invars[0].aval.ndim
+    return 0 in axes and ndim - 1 not in axes

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jact import codecs, compat
 from jact.codecs import Codec
+from jact.codecs.quantize import along_batch
 from jact.engine import costs, derivatives, marks
 from jact.engine import program as programs
 from jact.engine.linearize import Linearized
@@ -144,6 +145,8 @@ class _Builder:
         self.inexact: dict[Var, frozenset[Var]] = {}
         # Nonlinear functions of what is stored inexactly.
         self.nonlinear: set[Var] = set()
+        # Inexactly stored values whose statistics are taken over the batch, channel by channel.
+        self.over_batch: set[Var] = set()
         residuals = {a for a in linearized.residuals if compat.is_var(a)}
         self.derivatives = residuals if derivatives else set()
 
@@ -160,6 +163,10 @@ class _Builder:
                 self._visit_identities(eqn)
             else:
                 self._visit(eqn)
+        for var, value in self.graph.values.items():
+            if not self.over_batch.isdisjoint({var} if value.pinned else value.roots):
+                codec = along_batch(value.codec, value.aval.shape)
+                self.graph.values[var] = dataclasses.replace(value, codec=codec)
         return self.graph
 
     def _visit_identities(self, eqn: Equation) -> None:
@@ -209,6 +216,8 @@ class _Builder:
                 self.graph.edges.extend((m.var, out) for m in made)
                 if costs.is_dear(eqn):
                     self.graph.rerun.add(out)
+        if costs.sums_over_batch(eqn):
+            self.over_batch |= roots
         if eqn.primitive.name == "name" and not derivatives.tag(eqn) and not marks.read(eqn):
             self._tag(eqn, roots)
 

@@ -1,0 +1,68 @@
+"""Along which axis the engine has values be quantised."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jact
+from jact.codecs import Quantize
+
+
+def batch_norm(x):
+    axes = tuple(range(x.ndim - 1))
+    centred = x - jnp.mean(x, axes, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.mean(centred**2, axes, keepdims=True) + 1e-5)
+
+
+def fast_batch_norm(x):
+    axes = tuple(range(x.ndim - 1))
+    mean = jnp.mean(x, axes, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(jnp.mean(x * x, axes, keepdims=True) - mean * mean + 1e-5)
+
+
+def problem(shape, norm):
+    """A normalised layer whose channels lie far apart, and its weights and data."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    channels = shape[-1]
+    w = jax.random.normal(keys[0], (channels, 64)) / channels**0.5
+    v = jax.random.normal(keys[1], (64, 8)) / 8
+    centres = 3 * jax.random.normal(keys[3], (*[1] * (len(shape) - 1), channels))
+    x = centres + jax.random.normal(keys[2], shape)
+
+    def loss(params):
+        hidden = jax.nn.relu(norm(x @ params[0]))
+        return jnp.mean(jnp.tanh(hidden @ params[1]) ** 2)
+
+    return loss, (w, v)
+
+
+def error(loss, params, policy):
+    exact = jnp.concatenate([g.ravel() for g in jax.grad(loss)(params)])
+    inexact = jnp.concatenate([g.ravel() for g in jact.grad(loss, policy=policy)(params)])
+    return float(jnp.linalg.norm(inexact - exact) / jnp.linalg.norm(exact))
+
+
+@pytest.mark.parametrize("norm", [batch_norm, fast_batch_norm])
+@pytest.mark.parametrize("shape", [(256, 32), (256, 1, 1, 32), (128, 2, 2, 32)])
+def test_what_is_normalised_over_the_batch_is_grouped_along_it(shape, norm):
+    """Channels share no range before BatchNorm has brought them to one scale."""
+    loss, params = problem(shape, norm)
+    assert error(loss, params, "int4") < 0.05
+    if norm is fast_batch_norm:
+        # It reads the layer's result itself; the other one reads the distance from the mean.
+        assert error(loss, params, Quantize(bits=4, axis=-1)) > 0.12
+
+
+def test_the_plan_says_so():
+    loss, params = problem((256, 1, 1, 32), batch_norm)
+    plan = jact.make_plan(loss, "int4")(params)
+    assert "int4@0" in plan.bits.values()
+    exact = jax.grad(loss)(params)[0]
+    assert jact.grad(loss, policy=plan)(params)[0].shape == exact.shape
+
+
+@pytest.mark.parametrize("policy", [Quantize(bits=4, axis=-1), "bf16", "int8"])
+def test_what_is_asked_for_stays(policy):
+    loss, params = problem((256, 8, 8, 32), batch_norm)
+    plan = jact.make_plan(loss, policy)(params)
+    assert set(plan.bits.values()) == {policy if isinstance(policy, str) else policy.name}
