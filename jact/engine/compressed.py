@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -21,6 +22,14 @@ from jact.engine.rewrite import Rewriter
 from jact.engine.select import Saved, Selection, select
 from jact.plan import Plan
 from jact.policy import Policy
+
+# Part of the key under which JAX keeps the traces of nested `jax.jit` functions.
+_uncompressed = jax.make_user_context(False)
+
+
+def uncompressed() -> AbstractContextManager[None]:
+    """A context in which compressed functions are called as if they were not."""
+    return _uncompressed(True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +134,9 @@ def compressed(
 
     def plain(*values: Any) -> list[Any]:
         return compat.call_jaxpr(closed, values[:num_consts], values[num_consts:])
+
+    if _uncompressed.value:
+        return plain
 
     def run_forward(*values: Any) -> tuple[list[Any], Any]:
         prepared = prepare(closed, values, inputs, num_differentiated_outputs, policy)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jact import codecs, compat
-from jact.engine import backward
-from jact.engine.compressed import Prepared
+from jact.engine import backward, marks
+from jact.engine.compressed import Prepared, uncompressed
 from jact.engine.graph import module_path, numbered, raw_bytes
 from jact.engine.linearize import Linearized, is_differentiable
 from jact.engine.marks import Mark
@@ -149,8 +149,9 @@ def report(
     Nothing is run; with `peak`, the gradient is compiled twice.
 
     Args:
-        fun: a function to differentiate, or the result of `jact.compress`, `jact.grad` or
-            `jact.value_and_grad`, which bring their own policy and arguments to differentiate.
+        fun: a function to differentiate, or the result of `jact.compress`, or of jact's `grad` or
+            `value_and_grad`, those of `jact.nnx` too, which bring their own policy and arguments to
+            differentiate. Of an NNX module, the parameters are differentiated.
         policy: how residuals are stored; see `jact.compress`. "off" lists what JAX itself saves.
         argnums: as in `jact.value_and_grad`.
         has_aux: as in `jact.value_and_grad`.
@@ -182,10 +183,15 @@ def report(
     function = as_compressed(fun, policy, argnums, has_aux)
 
     def reporter(*args: Any, **kwargs: Any) -> Report:
-        plain = _exact(function).prepare(args, kwargs, rewritten=False)
         off = function.policy is None
-        prepared = plain if off else function.prepare(args, kwargs)
-        rows = _plain_rows(plain) if off else _rows(prepared)
+        with uncompressed():
+            plain = _exact(function).prepare(args, kwargs, rewritten=False)
+        if off:
+            # Compressed functions inside of it still save codes.
+            prepared = _exact(function).prepare(args, kwargs, rewritten=False)
+        else:
+            prepared = function.prepare(args, kwargs)
+        rows = _plain_rows(prepared) if off else _rows(prepared)
         read = [prepared.linearized.forward.invars[i] for i in _inputs_read(prepared, off)]
         return Report(
             function=function_name(function),
@@ -276,29 +282,39 @@ def _residuals(linearized: Linearized) -> list[Var]:
     return list(dict.fromkeys(variables))
 
 
-def _plain_rows(prepared: Prepared) -> Iterator[Row]:
-    """The residuals of plain JAX."""
+def _plain_rows(prepared: Prepared) -> list[Row]:
+    """The residuals of plain JAX, and the codes of what is compressed by itself."""
     program = prepared.linearized.forward
     makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
     inputs = {v: spec.name for v, spec in zip(program.invars, prepared.inputs, strict=True)}
     counts: Counter[str] = Counter()
+    rows: dict[str, Row] = {}
     for var in _plain_residuals(prepared):
-        name = _name(makers[var]) if var in makers else inputs[var]
-        line = compat.source_line(makers[var].source_info) if var in makers else ""
         aval: Any = var.aval
         size = raw_bytes(aval)
-        yield Row(
-            name=numbered(name, counts[name]),
-            line=line,
+        eqn = makers.get(var)
+        found = () if eqn is None else marks.find(eqn, eqn.outvars.index(var))
+        base = f"{module_path(eqn)}{found[0].name}" if found else inputs.get(var) or _name(eqn)
+        if found and found[0].part:
+            # Of one code, the first array comes first.
+            name = numbered(base, counts[base] - 1)
+        else:
+            name = numbered(base, counts[base])
+            counts[base] += 1
+        row = Row(
+            name=name,
+            line=compat.source_line(eqn.source_info) if eqn is not None else "",
             shape=tuple(aval.shape),
             dtype=str(aval.dtype),
             bytes=size,
             codec="keep",
-            saved_bytes=size,
+            saved_bytes=0,
             exact=True,
             why="JAX saves it",
         )
-        counts[name] += 1
+        row = rows.get(name) or (_marked_row(name, found[0]) if found else row)
+        rows[name] = dataclasses.replace(row, saved_bytes=row.saved_bytes + size)
+    return list(rows.values())
 
 
 def _name(eqn: Equation) -> str:
@@ -327,9 +343,8 @@ def _describe(policy: Policy | Plan | None) -> str:
 def _peak(function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Peak:
     plain_function = copy.copy(function)
     plain_function.policy = None
-    plain = compiled_peak(_gradient(plain_function), args, kwargs)
-    if function.policy is None:
-        return Peak(plain_bytes=plain, bytes=plain)
+    with uncompressed():
+        plain = compiled_peak(_gradient(plain_function), args, kwargs)
     ours = analyze(_gradient(function), args, kwargs)
     host = None if jax.default_backend() == "cpu" else ours.host_temp_bytes
     return Peak(plain_bytes=plain, bytes=ours.temp_bytes, host_bytes=host)
