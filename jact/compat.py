@@ -126,7 +126,12 @@ def is_differentiated(x: Any) -> bool:
 
 
 def is_argument(x: Any) -> bool:
-    """Whether a value is an argument of the function that is being traced, for `jax.jit` say."""
+    """Whether a value is an argument of the function that is being traced, for `jax.jit` say.
+
+    It may be one that is being differentiated with respect to.
+    """
+    while is_differentiated(x):
+        x = x.primal
     return _is_staged(x) and getattr(x, "parent", x) is None
 
 

@@ -73,7 +73,7 @@ def call(function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     def is_kept(where: int | str) -> bool:
         return function.is_kept(where - 1 if isinstance(where, int) else where)
 
-    lifted = nn.transforms.lift_transform(_lift, module_first, function.policy, is_kept)
+    lifted = nn.transforms.lift_transform(_lift, module_first, function.policy, is_kept, fun)
     return lifted(module, *args, **kwargs)
 
 
@@ -100,13 +100,23 @@ def method(function: Compressed, owner: type) -> Callable[..., Any]:
     fun = function.__wrapped__
     if hasattr(function, "compact") and not hasattr(fun, "compact"):
         fun = nn.compact(fun)  # `nn.compact` was written above `jact.compress`.
-    return nn.transforms.lift_transform(_lift, fun, function.policy, function.is_kept)
+    return nn.transforms.lift_transform(_lift, fun, function.policy, function.is_kept, fun)
 
 
 def _lift(
-    fun: Callable[..., Any], policy: Policy | Plan | None, is_kept: IsKept
+    fun: Callable[..., Any],
+    policy: Policy | Plan | None,
+    is_kept: IsKept,
+    target: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Lifts a function of scopes and other arguments, as `flax.core.lift.checkpoint` does."""
+    """Lifts a function of scopes and other arguments, as `flax.core.lift.checkpoint` does.
+
+    Args:
+        fun: the function.
+        policy: how its residuals are stored.
+        is_kept: whether an argument is kept by reference.
+        target: the user's own function that it stands for, for messages.
+    """
 
     def lifted(scopes: Any, *args: Any, **kwargs: Any) -> Any:
         # Initialising differentiates nothing; and `nn.RNN` wants the parameters that a scanned cell
@@ -131,7 +141,7 @@ def _lift(
             return fun(scopes, *args, **kwargs), repack_fn(scopes)
 
         # The place of the module stays empty, so that the other arguments keep theirs.
-        @functools.wraps(fun)
+        @functools.wraps(target)
         def pure(_: None, /, *args: Any, **kwargs: Any) -> Any:
             scopes = scope_fn(*kwargs.pop(_STATE))
             return fun(scopes, *args, **kwargs), repack_fn(scopes)
@@ -154,7 +164,8 @@ def _class(
                 f"{cls.__name__} has no method {name!r} to compress; name those to compress: "
                 f"jact.compress({cls.__name__}, methods=[...])"
             )
-        options[name] = {"policy": policy, "is_kept": keep_filter(getattr(cls, name), keep)}
+        fun = getattr(cls, name)
+        options[name] = {"policy": policy, "is_kept": keep_filter(fun, keep), "target": fun}
     lifted: Any = nn.transforms.lift_transform(_lift, cls, methods=options)
     # Flax names modules after their class, and draws their parameters by that name.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):

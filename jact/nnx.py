@@ -136,7 +136,6 @@ def _gradient(
             options=options,
             modes=modes,
         )
-    resolved = resolve(policy)
     chosen = (argnums,) if isinstance(argnums, int | nnx.DiffState) else tuple(argnums)
     # An integer means a module's parameters, or, where modules are plain pytrees, all of them.
     everything = ... if False in modes.values() else nnx.Param
@@ -146,8 +145,14 @@ def _gradient(
         )
         for x in chosen
     }
-    loss = f if resolved is None else _Loss(f, differentiated, has_aux, resolved)
-    return transform(loss, argnums=argnums, has_aux=has_aux, **options, **modes)
+    loss = _Loss(f, differentiated, has_aux, resolve(policy))
+    transformed = transform(loss, argnums=argnums, has_aux=has_aux, **options, **modes)
+
+    @functools.wraps(loss)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        return transformed(*args, **kwargs)
+
+    return gradient
 
 
 def is_target(target: Any) -> bool:
@@ -201,6 +206,8 @@ def takes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def call(function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a compressed function with modules among its arguments."""
+    if function._differentiated:
+        return _loss(function, args)(*args, **kwargs)
     # Outside of any trace there is nothing to differentiate.
     if not compat.any_tracer((args, kwargs)):
         return function.__wrapped__(*args, **kwargs)
@@ -213,9 +220,18 @@ def prepare(
     function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any], rewritten: bool
 ) -> Prepared:
     """Analyses a call of a compressed function with modules among its arguments."""
+    if function._differentiated:
+        return _loss(function, args).prepare(args, kwargs, rewritten)
     with nnx.update_context(_TAG):
         pure = _Pure(function.__wrapped__, args, kwargs)
         return pure.compressed(function).analyse(pure.args, pure.kwargs, rewritten)
+
+
+def _loss(function: Compressed, args: tuple[Any, ...]) -> _Loss:
+    """A function to differentiate as `flax.nnx` would."""
+    positions = [i % len(args) for i in function._differentiated]
+    parameters = dict.fromkeys(positions, nnx.Param)
+    return _Loss(function.__wrapped__, parameters, function._has_aux, function.policy)
 
 
 def method(function: Compressed, owner: type) -> None:
@@ -291,7 +307,9 @@ class _Pure:
         if any(a is not b for a, b in pairs if not isinstance(a, nnx.Variable)):
             return False
         moved = [(a, b) for a, b in pairs if isinstance(a, nnx.Variable)]
-        variables = jax.tree.leaves(nnx.variables(self._nodes), is_leaf=_is_node)
+        # Arrays that are attributes by themselves are listed, too.
+        leaves = jax.tree.leaves(nnx.variables(self._nodes), is_leaf=_is_node)
+        variables = [leaf for leaf in leaves if isinstance(leaf, nnx.Variable)]
         for variable, (a, b) in zip(variables, moved, strict=True):
             if a.get_raw_value() is not b.get_raw_value():
                 variable.set_raw_value(b.get_raw_value())
@@ -312,7 +330,7 @@ def _call(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return in_scope(__call__)(*args, **kwargs)
 
 
-class _Loss:
+class _Loss(Compressed):
     """A function to differentiate by `flax.nnx`, whose residuals are saved compressed."""
 
     def __init__(
@@ -320,43 +338,56 @@ class _Loss:
         fun: Callable[..., Any],
         differentiated: Mapping[int, nnx.filterlib.Filter],
         has_aux: bool,
-        policy: Policy | Plan,
+        policy: Policy | Plan | None,
     ):
-        functools.update_wrapper(self, fun)
+        super().__init__(fun, policy, lambda where: True, has_aux, tuple(differentiated))
         if isinstance(fun, functools.partial):
             # To NNX, a partial takes positional arguments alone; its keywords are settled.
             self.__signature__ = inspect.signature(lambda *args: None)
-        self._fun = fun
         self._predicates = {i: nnx.filterlib.to_predicate(f) for i, f in differentiated.items()}
-        self._has_aux = has_aux
-        self._policy = policy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with what NNX differentiates."""
+        if self.policy is None:
+            return self.__wrapped__(*args, **kwargs)
         with nnx.update_context(_TAG):
-            pure = _Pure(self._fun, args, kwargs)
-            leaves, definition = jax.tree.flatten((pure.args, pure.kwargs))
-            groups = self._groups(args, pure, len(leaves))
-
-            @functools.wraps(self._fun)
-            def of_groups(*values: Sequence[Any]) -> Any:
-                full = [None] * len(leaves)
-                for group, chosen in zip(groups, values, strict=True):
-                    for position, value in zip(group, chosen, strict=True):
-                        full[position] = value
-                new_args, new_kwargs = jax.tree.unflatten(definition, full)
-                out, graph, changes = pure(*new_args, **new_kwargs)
-                if not self._has_aux:
-                    return out, (None, graph, changes)
-                loss, aux = out
-                return loss, (aux, graph, changes)
-
-            moving = range(len(groups) - 1)
-            function = Compressed(of_groups, self._policy, lambda where: True, True, moving)
-            values = [[leaves[position] for position in group] for group in groups]
-            loss, (aux, *new) = function.run(tuple(values), {})
+            pure, function, values = self._pure(args, kwargs)
+            loss, (aux, *new) = function.run(values, {})
             out = pure.finish(((loss, aux), *new))
             return out if self._has_aux else out[0]
+
+    def prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], rewritten: bool = True
+    ) -> Prepared:
+        """Analyses the function; see `Compressed.prepare`."""
+        with nnx.update_context(_TAG):
+            _, function, values = self._pure(args, kwargs)
+            return function.analyse(values, {}, rewritten)
+
+    def _pure(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Pure, Compressed, tuple[Any, ...]]:
+        """The call as a function of arrays, compressed, and its arguments."""
+        pure = _Pure(self.__wrapped__, args, kwargs)
+        leaves, definition = jax.tree.flatten((pure.args, pure.kwargs))
+        groups = self._groups(args, pure, len(leaves))
+
+        @functools.wraps(self.__wrapped__)
+        def of_groups(*values: Sequence[Any]) -> Any:
+            full = [None] * len(leaves)
+            for group, chosen in zip(groups, values, strict=True):
+                for position, value in zip(group, chosen, strict=True):
+                    full[position] = value
+            new_args, new_kwargs = jax.tree.unflatten(definition, full)
+            out, graph, changes = pure(*new_args, **new_kwargs)
+            if not self._has_aux:
+                return out, (None, graph, changes)
+            loss, aux = out
+            return loss, (aux, graph, changes)
+
+        moving = range(len(groups) - 1)
+        function = Compressed(of_groups, self.policy, self.is_kept, True, moving)
+        return pure, function, tuple([leaves[p] for p in group] for group in groups)
 
     def _groups(self, args: tuple[Any, ...], pure: _Pure, count: int) -> list[list[int]]:
         """The positions of what is differentiated, argument by argument, and of all the rest.

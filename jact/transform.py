@@ -114,8 +114,11 @@ class Compressed:
         __wrapped__: the function as it was.
         policy: how residuals are stored; None leaves the function alone.
         is_kept: whether the argument at a position or of a name is kept by reference.
+        any_library: whether modules among the arguments of a function to differentiate are
+            differentiated as their own library does, rather than as `jax.grad` would.
     """
 
+    any_library = False
     __wrapped__: Callable[..., Any]
 
     def __init__(
@@ -209,8 +212,9 @@ class Compressed:
         )
 
     def _door(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
-        # What is differentiated with respect to a module gets its copy, as under `jax.grad`.
-        return None if self._differentiated else doors.of_call(args, kwargs)
+        # What `jax.grad` differentiates with respect to a module gets a copy of it.
+        pytrees = self._differentiated and not self.any_library
+        return None if pytrees else doors.of_call(args, kwargs)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         differentiated = [n % max(len(args), 1) for n in self._differentiated]
@@ -318,8 +322,9 @@ def make_plan(
     """Makes the plan that a policy amounts to for a function, without running the function.
 
     Args:
-        fun: a function to differentiate, or the result of `jact.compress`, `jact.grad` or
-            `jact.value_and_grad`, which bring their own policy and arguments to differentiate.
+        fun: a function to differentiate, or the result of `jact.compress`, or of jact's `grad` or
+            `value_and_grad`, those of `jact.nnx` too, which bring their own policy and arguments to
+            differentiate. Of an NNX module, the parameters are differentiated.
         policy: how residuals are stored; see `jact.compress`.
         argnums: as in `jact.value_and_grad`.
         has_aux: as in `jact.value_and_grad`.
@@ -355,7 +360,11 @@ def as_compressed(
     inner: Any = method.__get__(fun) if isinstance(method, Compressed) else fun
     while inner is not None and not isinstance(inner, Compressed):
         inner = getattr(inner, "__wrapped__", None)
-    return _differentiated(fun, argnums, has_aux, policy) if inner is None else inner
+    if inner is not None:
+        return inner
+    function = _differentiated(fun, argnums, has_aux, policy)
+    function.any_library = True
+    return function
 
 
 def _differentiated(

@@ -94,17 +94,18 @@ class Traced:
     def specialise(self) -> None:
         """Takes account of what is being differentiated with respect to, where that can be seen.
 
-        Other inputs need no gradient. An argument of the function that is traced around (a batch,
-        of a jitted training step) lives anyway, and is no activation.
+        Other inputs need no gradient. An argument of the function that is traced around (a batch or
+        a parameter, of a jitted training step) lives anyway, and is no activation.
         """
-        fixed = compat.undifferentiated(self.values)
-        if not any(fixed):
+        if not any(map(compat.is_differentiated, self.values)):
             return
+        fixed = compat.undifferentiated(self.values)
         self.inputs = [
             dataclasses.replace(
                 spec,
                 wanted=spec.wanted and not still,
-                encoded=spec.encoded and not (still and compat.is_argument(value)),
+                encoded=spec.encoded
+                and not ((still or compat.is_differentiated(value)) and compat.is_argument(value)),
             )
             for spec, value, still in zip(self.inputs, self.values, fixed, strict=True)
         ]
@@ -237,19 +238,19 @@ def _unchanged_modules(args: Any, name: str) -> Iterator[None]:
 
 
 def function_name(fun: Callable[..., Any]) -> str:
-    """What a user calls a function."""
-    return getattr(fun, "__name__", None) or type(fun).__name__
+    """What a user calls a function; of a module's `__call__`, that is the module's class."""
+    name = getattr(fun, "__name__", None) or type(fun).__name__
+    if name == "__call__":
+        owner = fun.__qualname__.split("<locals>.")[-1].removesuffix(".__call__")
+        name = owner or name
+    return name
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether a leaf is traced; every other leaf is static."""
+    """Whether a leaf is traced; every other leaf is static, NumPy's scalars as Python's are."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return True
-    return (
-        isinstance(leaf, np.ndarray | np.generic)
-        and leaf.dtype.kind in "biufcV"
-        and _has_jax_type(leaf)
-    )
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV" and _has_jax_type(leaf)
 
 
 def _has_jax_type(leaf: Any) -> bool:

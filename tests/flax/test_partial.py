@@ -113,6 +113,36 @@ def test_an_argument_of_a_jitted_step_is_no_activation() -> None:
     assert len([mark for mark in marks if "args" in mark.name]) == 2
 
 
+def test_parameters_that_are_no_first_argument_are_no_activations() -> None:
+    """Arguments of a jitted step live anyway, whether they are differentiated or not."""
+    block = jact.compress(lambda w, v, x: jnp.tanh(x @ w) @ v, "int8")
+    w, v = 0.1 * jnp.eye(WIDTH), jnp.ones((WIDTH, WIDTH))
+
+    def loss(w: jax.Array, v: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(block(w, v, x) ** 2)
+
+    gradient = jax.grad(loss, (0, 1, 2))
+    assert [m.name for m in checks.codes(jax.jit(gradient), w, v, X)] == ["dot_general"]
+    plain = jax.grad(lambda w, v, x: jnp.mean((jnp.tanh(x @ w) @ v) ** 2), (0, 1, 2))
+    checks.assert_close(jax.jit(gradient)(w, v, X), plain(w, v, X), checks.TOLERANCE)
+
+
+def test_reports_of_wrapped_blocks_compare_with_plain_jax() -> None:
+    """What JAX saves is what it saves of the plain blocks, not their codes."""
+    plain, variables = loss_of(("off",) * 2)
+    blocks, _ = loss_of(("int8", "bf16"))
+    want = jact.report(plain, "off")(variables, X).plain_bytes
+    for policy in ("int4", "off"):
+        report = jact.report(blocks, policy)(variables, X)
+        assert report.plain_bytes == want
+        assert report.saved_bytes < want / 8
+        assert {"int8", "bf16"} <= {row.codec for row in report.rows}
+    # Wrapped blocks inside of a jitted function, whose traces JAX keeps.
+    jitted = jax.jit(blocks)
+    assert jact.report(jitted, "int4")(variables, X).plain_bytes == want
+    assert jact.report(jitted, "int4")(variables, X).saved_bytes < want / 8
+
+
 def test_activations_of_a_loop_around_closed_over_weights_are_encoded() -> None:
     """Inside of a loop's body, an argument that is not seen to be differentiated may well be."""
     block = jact.compress(lambda w, x: jnp.tanh(x @ w), "int8")
