@@ -307,12 +307,15 @@ class _Pure:
         if any(a is not b for a, b in pairs if not isinstance(a, nnx.Variable)):
             return False
         moved = [(a, b) for a, b in pairs if isinstance(a, nnx.Variable)]
+        written = [a.get_raw_value() is not b.get_raw_value() for a, b in moved]
+        if not any(written):
+            return True
         # Arrays that are attributes by themselves are listed, too.
         leaves = jax.tree.leaves(nnx.variables(self._nodes), is_leaf=_is_node)
         variables = [leaf for leaf in leaves if isinstance(leaf, nnx.Variable)]
-        for variable, (a, b) in zip(variables, moved, strict=True):
-            if a.get_raw_value() is not b.get_raw_value():
-                variable.set_raw_value(b.get_raw_value())
+        for variable, (_, new_variable), changed in zip(variables, moved, written, strict=True):
+            if changed:
+                variable.set_raw_value(new_variable.get_raw_value())
         return True
 
 

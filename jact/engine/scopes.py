@@ -186,6 +186,7 @@ def _is_module(node: Any) -> bool:
     return isinstance(node, sys.modules["flax.nnx"].Module)
 
 
+@functools.lru_cache(maxsize=4096)
 def _legal(part: str) -> str:
     """A part of a path without the characters that have a meaning on the name stack."""
     return re.sub(r"[^\w.\-]+", "_", part)
