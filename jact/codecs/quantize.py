@@ -1,13 +1,13 @@
 """Quantisation at 1, 2, 4 or 8 bits per element."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jax.typing import DTypeLike
 
 import jact_kernels as kernels
-from jact.codecs.base import Codec, is_float
+from jact.codecs.base import is_float
 
 BITS = (1, 2, 4, 8)
 _RANGE_NAMES = {"bfloat16": "", "float32": "-f32", "uint8": "-u8"}
@@ -104,41 +104,38 @@ class Quantize:
             x, bits=self.bits, stochastic=self.stochastic, **self._layout
         )
 
+    def along_batch(self, shape: tuple[int, ...]) -> Self:
+        """The codec for values that are normalised over the batch, channel by channel.
+
+        Channels that BatchNorm has still to bring to one scale may lie far apart. Sharing a range,
+        they are stored to within a part of their distance, which can be more than a channel varies.
+        So groups lie along the batch where they would else lie along the channels (there are too
+        few elements between the two, as in maps of 1 x 1).
+
+        Args:
+          shape: the values' shape, the batch first and the channels last.
+
+        Returns:
+          The codec itself, if its groups do not lie along the channels or were asked for, or if the
+          batch is too small to be divided into groups.
+
+        Example:
+          >>> from jact.codecs import Quantize
+          >>> Quantize(bits=4).along_batch((128, 1, 1, 512)).name
+          'int4@0'
+          >>> Quantize(bits=4).along_batch((128, 7, 7, 512)).name
+          'int4'
+        """
+        if self.axis is not None or len(shape) < 2:
+            return self
+        groups = kernels.plan_groups(shape, self.group_size)
+        along = kernels.plan_groups(shape, self.group_size, axis=0)
+        too_small = along is None or along.size < self.group_size // 4
+        if groups is None or groups.last < len(shape) - 1 or too_small:
+            return self
+        return dataclasses.replace(self, axis=0)
+
     @property
     def _layout(self) -> dict[str, Any]:
         fields = ("group_size", "axis", "zero_edge", "ranges")
         return {field: getattr(self, field) for field in fields}
-
-
-def along_batch(codec: Codec, shape: tuple[int, ...]) -> Codec:
-    """A codec for values that are normalised over the batch, channel by channel.
-
-    Channels that BatchNorm has still to bring to one scale may lie far apart. Sharing a range, they
-    are stored to within a part of their distance, which can be more than a channel varies. So
-    groups lie along the batch where they would else lie along the channels (there are too few
-    elements between the two, as in maps of 1 x 1).
-
-    Args:
-      codec: how the values are stored.
-      shape: their shape, the batch first and the channels last.
-
-    Returns:
-      The codec itself, if it is no `Quantize`, if its groups do not lie along the channels or were
-      asked for, or if the batch is too small to be divided into groups.
-
-    Example:
-      >>> from jact.codecs import Quantize
-      >>> from jact.codecs.quantize import along_batch
-      >>> along_batch(Quantize(bits=4), (128, 1, 1, 512)).name
-      'int4@0'
-      >>> along_batch(Quantize(bits=4), (128, 7, 7, 512)).name
-      'int4'
-    """
-    if not isinstance(codec, Quantize) or codec.axis is not None or len(shape) < 2:
-        return codec
-    groups = kernels.plan_groups(shape, codec.group_size)
-    along = kernels.plan_groups(shape, codec.group_size, axis=0)
-    too_small = along is None or along.size < codec.group_size // 4
-    if groups is None or groups.last < len(shape) - 1 or too_small:
-        return codec
-    return dataclasses.replace(codec, axis=0)

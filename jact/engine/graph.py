@@ -19,7 +19,6 @@ import jax.numpy as jnp
 
 from jact import codecs, compat
 from jact.codecs import Codec
-from jact.codecs.quantize import along_batch
 from jact.engine import costs, derivatives, marks
 from jact.engine import program as programs
 from jact.engine.linearize import Linearized
@@ -164,8 +163,9 @@ class _Builder:
             else:
                 self._visit(eqn)
         for var, value in self.graph.values.items():
-            if not self.over_batch.isdisjoint({var} if value.pinned else value.roots):
-                codec = along_batch(value.codec, value.aval.shape)
+            over_batch = self.over_batch & ({var} if value.pinned else value.roots)
+            if over_batch and isinstance(value.codec, codecs.Quantize):
+                codec = value.codec.along_batch(value.aval.shape)
                 self.graph.values[var] = dataclasses.replace(value, codec=codec)
         return self.graph
 

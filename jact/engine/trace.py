@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,7 +57,8 @@ class Traced:
 
         self.name = function_name(fun)
         array_leaves = [leaves[positions[0]] for positions in slots]
-        array_names = [_name(paths[positions[0]][0]) for positions in slots]
+        names = {i: _name(paths[i][0]) for positions in slots for i in positions}
+        array_names = [names[positions[0]] for positions in slots]
         types = [compat.type_of(leaf) for leaf in array_leaves]
         with module_scopes():
             self.closed: Any = compat.trace(flat, types, _source(fun), array_names)
@@ -71,13 +71,16 @@ class Traced:
             for c in self.closed.consts
         ]
         for positions, aval in zip(slots, types, strict=True):
-            inputs = [self._input(paths[i][0], aval, is_kept, differentiated) for i in positions]
+            inputs = [
+                self._input(paths[i][0], names[i], aval, is_kept, differentiated) for i in positions
+            ]
             # An array that is passed twice is kept by reference if one of the arguments is.
             self.inputs.append(min(inputs, key=lambda spec: spec.encoded))
 
     def _input(
         self,
         path: Any,
+        name: str,
         aval: Any,
         is_kept: Callable[[int | str], bool],
         differentiated: Sequence[int],
@@ -88,7 +91,7 @@ class Traced:
         encoded = not is_kept(where) and is_differentiable(aval.dtype)
         weights = isinstance(where, int) and (where in differentiated)
         return Input(
-            _name(path), where if weights else None, encoded, wanted=weights or not differentiated
+            name, where if weights else None, encoded, wanted=weights or not differentiated
         )
 
     def specialise(self) -> None:
@@ -143,8 +146,6 @@ class Traced:
         return jax.tree.unflatten(self._out_tree, leaves)
 
 
-# Blocks that are alike have arguments of the same names.
-@functools.lru_cache(maxsize=4096)
 def _name(path: Any) -> str:
     """What the user calls an array in an argument: `args[1]['image']`."""
     return ("args" if path[0].idx == 0 else "kwargs") + jax.tree_util.keystr(path[1:])

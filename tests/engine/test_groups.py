@@ -53,6 +53,7 @@ def test_what_is_normalised_over_the_batch_is_grouped_along_it(shape, norm):
         assert error(loss, params, Quantize(bits=4, axis=-1)) > 0.12
 
 
+@pytest.mark.oldest
 def test_the_plan_says_so():
     loss, params = problem((256, 1, 1, 32), batch_norm)
     plan = jact.make_plan(loss, "int4")(params)

@@ -136,7 +136,7 @@ def partitioned(wrap: Any, module: nn.Module, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     "call",
     [
-        arguments,
+        pytest.param(arguments, marks=pytest.mark.oldest),
         nothing,
         loops,
         ensemble,
@@ -215,6 +215,7 @@ class Variables(Attributes):
         return out
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("cls", [Attributes, Variables])
 def test_nnx(cls: type[Attributes]) -> None:
     def step(wrap: Callable[..., Any]) -> Any:
