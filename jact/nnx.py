@@ -229,7 +229,7 @@ def prepare(
 
 def _loss(function: Compressed, args: tuple[Any, ...]) -> _Loss:
     """A function to differentiate as `flax.nnx` would."""
-    positions = [i % len(args) for i in function._differentiated]
+    positions = [i % max(len(args), 1) for i in function._differentiated]
     parameters = dict.fromkeys(positions, nnx.Param)
     return _Loss(function.__wrapped__, parameters, function._has_aux, function.policy)
 
