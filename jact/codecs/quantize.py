@@ -104,36 +104,28 @@ class Quantize:
             x, bits=self.bits, stochastic=self.stochastic, **self._layout
         )
 
-    def along_batch(self, shape: tuple[int, ...]) -> Self:
-        """The codec for values that are normalised over the batch, channel by channel.
+    def for_unlike_channels(self, shape: tuple[int, ...]) -> Self:
+        """The codec for values whose channels may lie far apart, as those before BatchNorm.
 
-        Channels that BatchNorm has still to bring to one scale may lie far apart. Sharing a range,
-        they are stored to within a part of their distance, which can be more than a channel varies.
-        So groups lie along the batch where they would else lie along the channels (there are too
-        few elements between the two, as in maps of 1 x 1).
+        Where groups lie along the channels (there are too few elements between the batch and them,
+        as in maps of 1 x 1), such channels share a range, and are stored to within a part of their
+        distance, which can be more than a channel varies. So there are 8 bits for each, at least.
+        Groups along the batch would do, too, but not on several devices that share it.
 
         Args:
           shape: the values' shape, the batch first and the channels last.
 
-        Returns:
-          The codec itself, if its groups do not lie along the channels or were asked for, or if the
-          batch is too small to be divided into groups.
-
         Example:
           >>> from jact.codecs import Quantize
-          >>> Quantize(bits=4).along_batch((128, 1, 1, 512)).name
-          'int4@0'
-          >>> Quantize(bits=4).along_batch((128, 7, 7, 512)).name
+          >>> Quantize(bits=4).for_unlike_channels((128, 1, 1, 512)).name
+          'int8'
+          >>> Quantize(bits=4).for_unlike_channels((128, 7, 7, 512)).name
           'int4'
         """
-        if self.axis is not None or len(shape) < 2:
+        groups = kernels.plan_groups(shape, self.group_size, self.axis)
+        if groups is None or groups.last < len(shape) - 1:
             return self
-        groups = kernels.plan_groups(shape, self.group_size)
-        along = kernels.plan_groups(shape, self.group_size, axis=0)
-        too_small = along is None or along.size < self.group_size // 4
-        if groups is None or groups.last < len(shape) - 1 or too_small:
-            return self
-        return dataclasses.replace(self, axis=0)
+        return dataclasses.replace(self, bits=max(self.bits, 8))
 
     @property
     def _layout(self) -> dict[str, Any]:

@@ -164,8 +164,9 @@ class _Builder:
                 self._visit(eqn)
         for var, value in self.graph.values.items():
             over_batch = self.over_batch & ({var} if value.pinned else value.roots)
-            if over_batch and isinstance(value.codec, codecs.Quantize):
-                codec = value.codec.along_batch(value.aval.shape)
+            by_default = isinstance(value.codec, codecs.Quantize) and not value.exact
+            if over_batch and by_default and value.codec == self.policy.default:
+                codec = value.codec.for_unlike_channels(value.aval.shape)
                 self.graph.values[var] = dataclasses.replace(value, codec=codec)
         return self.graph
 
