@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 import jact
-from jact.codecs import Quantize
 
 
 def batch_norm(x):
