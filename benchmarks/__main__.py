@@ -4,10 +4,22 @@ import argparse
 from collections.abc import Sequence
 
 import jact.memory
-from benchmarks import codecs, fidelity, flax, frontier, kernels, options, output, peak, time
+from benchmarks import (
+    codecs,
+    fidelity,
+    flax,
+    frontier,
+    kernels,
+    max_batch,
+    options,
+    output,
+    peak,
+    time,
+)
 
 COMMANDS = {
     "peak": peak,
+    "max_batch": max_batch,
     "time": time,
     "fidelity": fidelity,
     "flax": flax,

@@ -33,6 +33,10 @@ class Case:
         """Returns the model; only the policy "remat" changes it."""
         return MODELS[self.model].task(**self.overrides, remat=policy == "remat")
 
+    def with_batch(self, batch: int) -> "Case":
+        """Returns the same case with another number of examples."""
+        return dataclasses.replace(self, overrides=self.overrides | {"batch": batch})
+
     def gradient(self, policy: str) -> Callable[..., Any]:
         """Returns the function that is measured: `(params, state, batch) -> (value, gradient)`."""
         loss = self.task(policy).loss
@@ -52,6 +56,12 @@ class Case:
             "jax": jax.__version__,
             **figures,
         }
+
+
+def use_cpu() -> None:
+    """Keeps JAX from looking for a device where a process only compiles."""
+    if jax.config.jax_platforms is None:
+        jax.config.update("jax_platforms", "cpu")
 
 
 def add_shared(parser: argparse.ArgumentParser) -> None:

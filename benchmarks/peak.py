@@ -14,7 +14,7 @@ from jax.extend import core as jex
 import jact
 import jact.memory
 from benchmarks import output
-from benchmarks.options import Case
+from benchmarks.options import Case, use_cpu
 
 COLUMNS: output.Columns = {
     "peak MiB": output.mib("peak_bytes"),
@@ -32,9 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(case: Case, chosen: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns a result for each policy of the case."""
-    if jax.config.jax_platforms is None:
-        # Whatever the target, this process runs nothing on a device, so JAX need not look for one.
-        jax.config.update("jax_platforms", "cpu")
+    use_cpu()
     target = None if chosen.target == "cpu" else chosen.target
     rows = []
     for policy in case.policies:

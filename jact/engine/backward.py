@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 
 from jact import codecs, compat
 from jact.codecs.offload import on_device
 from jact.engine import program as programs
 from jact.engine.linearize import Linearized, is_differentiable
+from jact.engine.marks import DECODE
 from jact.engine.program import Atom, Equation, Var
 from jact.engine.select import Saved, Selection
 
@@ -216,7 +218,7 @@ class _Residuals:
         env.update(zip([*others, *weights], [*other_values, *weight_values], strict=True))
         for var, code in zip(to_decode, codes, strict=True):
             entry, _ = self._saved[var]
-            with compat.mesh_of(var.aval):
+            with compat.mesh_of(var.aval), jax.named_scope(f"{entry.name}/{DECODE}"):
                 env[var] = on_device(entry.codec).decode(code, var.aval.shape, var.aval.dtype)
             self._time += not isinstance(entry.codec, codecs.Keep | codecs.Mask)
 

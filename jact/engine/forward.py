@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -53,7 +54,7 @@ def run_forward(
         if (i := index.get(var)) is None:
             return
         codec = on_device(saved[i].codec)
-        with compat.mesh_of(var.aval):
+        with compat.mesh_of(var.aval), jax.named_scope(f"{saved[i].name}/{marks.ENCODE}"):
             codes[i] = codec.encode(detach(env[var]), seeds[i])
         # What is saved as it is needs no haste: it is its own code.
         if not isinstance(saved[i].codec, codecs.Keep):

@@ -16,6 +16,10 @@ from jact.engine.program import Equation
 
 _PREFIX = "jact code "
 
+#: The name scopes, under a residual's name, of what encodes it and what decodes it. They tell in a
+#: compiled program and in a profile which residual an operation is for.
+ENCODE, DECODE = "jact.encode", "jact.decode"
+
 
 @dataclasses.dataclass(frozen=True)
 class Mark:

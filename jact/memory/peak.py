@@ -6,13 +6,13 @@ program and without allocating anything: for the device at hand, or for one that
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jact.memory import targets
+from jact.memory import assignment, targets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,30 @@ class MemoryAnalysis:
     compile_seconds: float
     compiled: jax.stages.Compiled = dataclasses.field(repr=False, compare=False)
 
+    @property
+    def total_bytes(self) -> int:
+        """All that the program holds at once: arguments, other outputs and temporary buffers."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """How many operations between devices the program has, by kind ("all-reduce", ...)."""
+        return assignment.collectives(self._module)
+
+    @property
+    def kernels(self) -> dict[str, int]:
+        """How many kernels the program launches, by what they are.
+
+        Those of libraries and hand-written ones (`custom-call`) go by their own name, others by the
+        name of XLA's operation; most are fusions. What a loop launches counts once.
+        """
+        return assignment.kernels(self._module)
+
+    @property
+    def _module(self) -> bytes:
+        (module,) = self.compiled.runtime_executable().hlo_modules()  # type: ignore[union-attr]
+        return module.as_serialized_hlo_module_proto()
+
 
 def peak(fun: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any) -> int:
     """Returns the peak temporary memory of a compiled function, in bytes.
@@ -64,11 +88,14 @@ def peak(fun: Callable[..., Any], *args: Any, target: str | None = None, **kwarg
             contain (Python numbers, strings, functions) is a constant, unless `fun` is already
             jitted: then `jax.jit` decides.
         target: the device to compile for: None (JAX's default backend), or, without that device,
-            "h100", "a100", "t4" or "v5e". These need the compiler that JAX's plugins hold
-            (`pip install "jact-jax[cuda12]"`, or `[tpu]`); shardings are dropped and one device of
-            the target is compiled for. Set `JAX_PLATFORMS=cpu` on a machine without the device to
-            keep JAX from looking for one and warning that there is none. `fun` must not ask which
-            backend is the default: that is not the target.
+            one of `jact.memory.TARGETS`: "h100", "h200", "a100", "b200", "t4", "l4", "rtx4090",
+            "v5e", "v5p" or "v6e". These need the compiler that JAX's plugins hold (`pip install
+            "jact-jax[cuda12]"`, or `[tpu]`). One device is compiled for, and shardings are dropped;
+            or several, as in "h100x8" and "v5e:2x4", and then an argument's `NamedSharding` holds,
+            whatever its mesh is made of, and figures are those of each device. (A mesh that `fun`
+            itself names must be `jact.memory.mesh(target, ...)`.) Set `JAX_PLATFORMS=cpu` on a
+            machine without the device to keep JAX from looking for one and warning that there is
+            none. `fun` must not ask which backend is the default: that is not the target.
         **kwargs: keyword arguments of `fun`; `target` cannot be among them.
 
     Returns:
@@ -82,7 +109,11 @@ def peak(fun: Callable[..., Any], *args: Any, target: str | None = None, **kwarg
 
 
 def analyze(
-    fun: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any
+    fun: Callable[..., Any],
+    *args: Any,
+    target: str | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> MemoryAnalysis:
     """Compiles a function and returns the memory it needs and the time that compiling took.
 
@@ -97,7 +128,8 @@ def analyze(
         fun: as for `peak`.
         *args: as for `peak`.
         target: as for `peak`.
-        **kwargs: as for `peak`.
+        compiler_options: as for `jax.stages.Lowered.compile`.
+        **kwargs: as for `peak`; neither `target` nor `compiler_options` can be among them.
 
     Returns:
         The analysis of one compilation.
@@ -107,9 +139,11 @@ def analyze(
         MissingPluginError: the target's compiler is not installed.
         RuntimeError: the backend does not say how much memory its programs need.
     """
-    where = None if target is None else targets.sharding(target)
+    if target is not None:
+        targets.devices(target)  # An unknown target is an error before anything is traced.
     start = time.perf_counter()
-    compiled = _lower(fun, args, kwargs, where).compile()
+    options = None if compiler_options is None else dict(compiler_options)
+    compiled = _lower(fun, args, kwargs, target).compile(compiler_options=options)
     seconds = time.perf_counter() - start
     stats = compiled.memory_analysis()
     if stats is None:
@@ -131,10 +165,10 @@ def _lower(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    where: jax.sharding.Sharding | None,
+    target: str | None,
 ) -> jax.stages.Lowered:
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    arrays = {i: _place(leaf, where) for i, leaf in enumerate(leaves) if _is_array(leaf)}
+    arrays = {i: _place(leaf, target) for i, leaf in enumerate(leaves) if _is_array(leaf)}
 
     def merge(arrays: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         merged = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
@@ -150,17 +184,21 @@ def _lower(
         args, kwargs = merge(arrays)
         return fun(*args, **kwargs)
 
-    jitted = jax.jit(call) if where is None else jax.jit(call, out_shardings=where)
-    return jitted.lower(arrays)
+    # Without arguments, the results say for which device; on several devices XLA chooses how they
+    # are laid out.
+    if target is None or (arrays and len(targets.devices(target)) > 1):
+        return jax.jit(call).lower(arrays)
+    return jax.jit(call, out_shardings=targets.sharding(target)).lower(arrays)
 
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
-def _place(leaf: Any, where: jax.sharding.Sharding | None) -> Any:
-    """Replaces an array by its description on the target's device."""
-    if where is None:
+def _place(leaf: Any, target: str | None) -> Any:
+    """Replaces an array by its description on the target's devices."""
+    if target is None:
         return leaf
     weak = getattr(leaf, "weak_type", False)
+    where = targets.place(getattr(leaf, "sharding", None), target)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where, weak_type=weak)

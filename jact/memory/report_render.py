@@ -13,6 +13,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jact.memory.sizes import format_bytes
+
 if TYPE_CHECKING:
     from jact.memory.report import Report, Row
 
@@ -231,19 +233,3 @@ def _type(row: Row) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def format_bytes(size: int) -> str:
-    """A size for people.
-
-    >>> format_bytes(512), format_bytes(9216), format_bytes(2**21)
-    ('512 B', '9.0 KiB', '2.0 MiB')
-    """
-    if size < 1024:
-        return f"{size} B"
-    value = float(size)
-    for unit in ("KiB", "MiB", "GiB"):
-        value /= 1024
-        if value < 1024:
-            return f"{value:.1f} {unit}"
-    return f"{value / 1024:.1f} TiB"

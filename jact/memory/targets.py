@@ -11,8 +11,11 @@ import functools
 import importlib.metadata
 import importlib.resources
 import importlib.util
+import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,8 +50,8 @@ class Target:
         platform: JAX's name of the platform, "cuda" or "tpu".
         device: what the name stands for, for people.
         extra: the extra of `jact-jax` that installs the platform's compiler.
-        topology: the name of a TPU topology; its first device is used. Empty for a GPU, which is
-            described by the file `devices/<name>.txtpb`.
+        topology: the smallest TPU topology with this device; its first device is used where one is
+            asked for. Empty for a GPU, which is described by the file `devices/<name>.txtpb`.
     """
 
     platform: str
@@ -57,42 +60,146 @@ class Target:
     topology: str = ""
 
 
+def _gpu(device: str) -> Target:
+    return Target(platform="cuda", device=device, extra="cuda12")
+
+
+def _tpu(device: str, topology: str) -> Target:
+    return Target(platform="tpu", device=device, extra="tpu", topology=topology)
+
+
 TARGETS: Mapping[str, Target] = {
-    "h100": Target(platform="cuda", device="NVIDIA H100 SXM5 80 GB", extra="cuda12"),
-    "a100": Target(platform="cuda", device="NVIDIA A100 SXM4 80 GB", extra="cuda12"),
-    "t4": Target(platform="cuda", device="NVIDIA T4 16 GB", extra="cuda12"),
-    "v5e": Target(platform="tpu", device="Google TPU v5e", extra="tpu", topology="v5e:2x2"),
+    "h100": _gpu("NVIDIA H100 SXM5 80 GB"),
+    "h200": _gpu("NVIDIA H200 SXM 141 GB"),
+    "a100": _gpu("NVIDIA A100 SXM4 80 GB"),
+    "b200": _gpu("NVIDIA B200 180 GB"),
+    "t4": _gpu("NVIDIA T4 16 GB"),
+    "l4": _gpu("NVIDIA L4 24 GB"),
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090 24 GB"),
+    "v5e": _tpu("Google TPU v5e", "v5e:2x2"),
+    "v5p": _tpu("Google TPU v5p", "v5p:2x2x1"),
+    "v6e": _tpu("Google TPU v6e (Trillium)", "v6e:2x2"),
 }
+
+# How many GPUs share a host, in a mesh of more.
+_GPUS_PER_HOST = 8
 
 
 @functools.cache
-def sharding(name: str) -> jax.sharding.Sharding:
-    """Returns the sharding that places an array on one device of a target.
+def sharding(name: str) -> jax.sharding.NamedSharding:
+    """Returns the sharding that places an array on the devices of a target, on each in full.
 
     Args:
-        name: one of `TARGETS`.
+        name: as for `devices`.
 
     Returns:
-        A sharding over a single device that exists for the compiler alone: shape-dtype structs may
-        carry it into `jax.jit(...).lower`, but no array can be put there.
+        A sharding over devices that exist for the compiler alone: shape-dtype structs may carry it
+        into `jax.jit(...).lower`, but no array can be put there.
 
     Raises:
         ValueError: no target has this name.
         MissingPluginError: the target's compiler is not installed.
     """
-    if name not in TARGETS:
+    mesh = jax.sharding.Mesh(np.array(devices(name)), ("device",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def mesh(name: str, shape: Sequence[int], axes: Sequence[str]) -> jax.sharding.Mesh:
+    """Returns a mesh of a target's devices, to place the arguments of a step on.
+
+    Args:
+        name: several devices, such as "h100x8" or "v5e:2x4".
+        shape: the sizes of the mesh's axes; their product is the number of devices.
+        axes: the names of the axes.
+
+    Returns:
+        A mesh that exists for the compiler alone.
+
+    Raises:
+        ValueError: no target has this name, or it has another number of devices.
+        MissingPluginError: the target's compiler is not installed.
+    """
+    return _mesh(name, tuple(shape), tuple(axes), None)
+
+
+def place(leaf_sharding: Any, name: str) -> jax.sharding.NamedSharding:
+    """Returns the sharding on a target of an array that has a sharding elsewhere.
+
+    Args:
+        leaf_sharding: a `NamedSharding` over any mesh, also one of devices that are here or an
+            abstract one; its axes are those of the target's mesh. Anything else is replicated.
+        name: as for `devices`. On a single device, shardings are dropped.
+
+    Raises:
+        ValueError: no target has this name, or the mesh has another number of devices.
+        MissingPluginError: the target's compiler is not installed.
+    """
+    if len(devices(name)) == 1 or not isinstance(leaf_sharding, jax.sharding.NamedSharding):
+        return sharding(name)
+    old = leaf_sharding.mesh
+    sizes = tuple(old.shape[axis] for axis in old.axis_names)
+    new = _mesh(name, sizes, old.axis_names, old.axis_types)
+    return jax.sharding.NamedSharding(new, leaf_sharding.spec)
+
+
+@functools.cache
+def _mesh(
+    name: str, shape: tuple[int, ...], axes: tuple[str, ...], types: tuple[Any, ...] | None
+) -> jax.sharding.Mesh:
+    found = devices(name)
+    if math.prod(shape) != len(found):
         raise ValueError(
-            f"target must be None or one of {', '.join(map(repr, TARGETS))}; got {name!r}."
+            f"the mesh {dict(zip(axes, shape, strict=True))} has {math.prod(shape)} devices, but "
+            f"target={name!r} has {len(found)}."
         )
-    target = TARGETS[name]
+    return jax.sharding.Mesh(np.array(found).reshape(shape), axes, axis_types=types)
+
+
+@functools.cache
+def devices(name: str) -> tuple[Any, ...]:
+    """Returns the devices of a target, which exist for the compiler alone.
+
+    Args:
+        name: one of `TARGETS`, which is a single device; or several: GPUs as "h100x8", with up to 8
+            in a host, TPUs by the name of their topology, as "v5e:2x4".
+
+    Raises:
+        ValueError: no target has this name, or there is no such topology.
+        MissingPluginError: the target's compiler is not installed.
+    """
+    kind, count, topology = _parsed(name)
+    target = TARGETS[kind]
     if not _has_compiler(target.platform):
         raise MissingPluginError(
             f"target={name!r} ({target.device}) needs JAX's {target.platform} plugin, which is not "
             f'installed: pip install "jact-jax[{target.extra}]". The device itself is not needed.'
         )
-    topology = _tpu_topology(target) if target.topology else _cuda_topology(name)
-    mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ("device",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    if target.topology:
+        found = _tpu_topology(topology or target.topology).devices
+        return tuple(found if topology else found[:1])
+    hosts = -(-count // _GPUS_PER_HOST)
+    return tuple(_cuda_topology(kind, f"1x{hosts}x{count // hosts}").devices)
+
+
+def _parsed(name: str) -> tuple[str, int, str]:
+    """The target that a name begins with, the number of GPUs, and the topology of TPUs."""
+    for kind, target in TARGETS.items():
+        if name == kind:
+            return kind, 1, ""
+        if target.topology and re.fullmatch(rf"{kind}:\d+(x\d+){{1,2}}", name):
+            return kind, 1, name
+        if not target.topology and (match := re.fullmatch(rf"{kind}x([1-9]\d*)", name)):
+            count = int(match[1])
+            if count > _GPUS_PER_HOST and count % _GPUS_PER_HOST:
+                raise ValueError(
+                    f"target must have at most {_GPUS_PER_HOST} GPUs or a multiple of that, "
+                    f"got {name!r}."
+                )
+            return kind, count, ""
+    raise ValueError(
+        f"target must be None, one of {', '.join(map(repr, TARGETS))}, or several of them, as in "
+        f"'h100x8' or 'v5e:2x4'; got {name!r}."
+    )
 
 
 def _has_compiler(platform: str) -> bool:
@@ -106,18 +213,21 @@ def _cuda_plugins() -> list[importlib.metadata.EntryPoint]:
     return [plugin for plugin in plugins if plugin.name.startswith(_CUDA_PLUGIN_PREFIX)]
 
 
-def _tpu_topology(target: Target) -> topologies.TopologyDescription:
+def _tpu_topology(topology: str) -> topologies.TopologyDescription:
     # On importing, JAX sets TPU_SKIP_MDS_QUERY where it sees no TPU. Where there is one, its
     # environment is not ours to change.
     absent = "TPU_SKIP_MDS_QUERY" in os.environ
     with _environment(_NO_TPU_DEVICE if absent else {}):
-        return topologies.get_topology_desc(target.topology, platform="tpu")
+        try:
+            return topologies.get_topology_desc(topology, platform="tpu")
+        except jax.errors.JaxRuntimeError as error:
+            raise ValueError(f"target={topology!r} is no topology of TPUs: {error}") from error
 
 
-def _cuda_topology(name: str) -> topologies.TopologyDescription:
+def _cuda_topology(name: str, topology: str) -> topologies.TopologyDescription:
     spec = importlib.resources.files(__package__).joinpath("devices", f"{name}.txtpb").read_text()
     describe = functools.partial(
-        topologies.get_topology_desc, platform="cuda", target_config=spec, topology="1x1x1"
+        topologies.get_topology_desc, platform="cuda", target_config=spec, topology=topology
     )
     try:
         return describe()

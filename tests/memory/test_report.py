@@ -19,7 +19,7 @@ import jact
 from benchmarks.models import MODELS
 from jact import Report
 from jact.memory.report import Peak, Row
-from jact.memory.report_render import format_bytes
+from jact.memory.sizes import format_bytes
 
 W = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 X = jax.ShapeDtypeStruct((256, 64), jnp.float32)

@@ -1,0 +1,77 @@
+"""The largest batch whose training step fits into a device's memory, under each policy.
+
+A step is the gradient and SGD with momentum, which update donated parameters, momentum and state.
+Nothing is run and nothing is allocated: the compiler is asked at a few sizes.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import optax
+
+import jact.memory
+from benchmarks import output
+from benchmarks.options import Case, use_cpu
+from jact.memory.sizes import parse_bytes
+
+COLUMNS: output.Columns = {
+    "largest": lambda row: str(row["batch"]),
+    "/ off": output.number("ratio", ".2f"),
+    "memory MiB": output.mib("bytes"),
+    "too large": output.number("too_large", "d"),
+    "compiled": lambda row: str(len(row["probes"])),
+    "compile s": output.number("seconds", ".0f"),
+}
+
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command alone."""
+    parser.add_argument("--memory", default="16 GiB", help="what the device has")
+    parser.add_argument("--target", default="cpu", help='"cpu" or a target of jact.memory')
+    parser.add_argument(
+        "--tolerance", type=float, default=0.01, help="the bracket's width as a share; 0 is exact"
+    )
+
+
+def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a result for each policy of the case; the search starts at the case's batch."""
+    use_cpu()
+    first = None
+    for policy in case.policies:
+        output.announce(f"compiling {case.model} with {policy} for {chosen.target}")
+        found = jact.memory.max_batch(
+            lambda batch, policy: training_step(case.with_batch(batch), policy),
+            parse_bytes(chosen.memory),
+            target=None if chosen.target == "cpu" else chosen.target,
+            policies=[policy],
+            start=case.overrides["batch"],
+            tolerance=chosen.tolerance,
+        )
+        (result,) = found.to_json()["results"]
+        first = result["size"] if policy == "off" else first
+        size = result.pop("size")
+        row = case.with_batch(size).row(policy, chosen.target) | result
+        sizes = f"{row['dtype']}, {row['layers']} layers, {chosen.target}, {chosen.memory}"
+        yield row | {
+            "label": f"{case.model}\n[dim]{sizes}[/dim]",
+            "memory": found.memory,
+            "ratio": size / first if first else None,
+        }
+
+
+def training_step(case: Case, policy: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns a training step of SGD with momentum, and the shapes of its arguments."""
+    gradient = case.gradient(policy)
+
+    def step(params: Any, momentum: Any, state: Any, batch: Any) -> tuple[Any, ...]:
+        (loss, state), grads = gradient(params, state, batch)
+        updates, momentum = MOMENTUM.update(grads, momentum, params)
+        return optax.apply_updates(params, updates), momentum, state, loss
+
+    params, state, batch = case.task(policy).abstract()
+    momentum = jax.eval_shape(MOMENTUM.init, params)
+    return jax.jit(step, donate_argnums=(0, 1, 2)), (params, momentum, state, batch)
