@@ -73,7 +73,7 @@ class MaxBatch:
         first = self.results[0].size
         return self[policy] / first if first else None
 
-    def rows(self) -> list[dict[str, Any]]:
+    def records(self) -> list[dict[str, Any]]:
         """One dictionary of plain values per policy, as `pandas.DataFrame` takes them."""
         return [
             {
@@ -99,7 +99,7 @@ class MaxBatch:
         table.add_column("policy")
         for column in ("size", "/ first", "memory", "too large", "compiled", "seconds"):
             table.add_column(column, justify="right", no_wrap=True)
-        for row in self.rows():
+        for row in self.records():
             table.add_row(
                 row["policy"],
                 str(row["size"]),

@@ -4,73 +4,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-
-from jact import codecs, compat
-from jact.engine import backward, marks
-from jact.engine.compressed import Prepared, uncompressed
-from jact.engine.graph import module_path, numbered, raw_bytes
-from jact.engine.linearize import Linearized, is_differentiable
-from jact.engine.marks import Mark
-from jact.engine.program import Equation, Var
-from jact.engine.select import Saved
+from jact.engine.graph import raw_bytes
 from jact.engine.trace import function_name
 from jact.memory import report_render
-from jact.memory.peak import analyze
-from jact.memory.peak import peak as compiled_peak
+from jact.memory.report_compare import Comparison
+from jact.memory.report_groups import Group, grouped, largest_first
+from jact.memory.report_peak import Peak, gradient_peak
+from jact.memory.report_rows import (
+    Row,
+    compressed_rows,
+    inputs_read,
+    plain_residuals,
+    plain_rows,
+)
 from jact.plan import Plan, PolicyLike
 from jact.policy import Policy
 from jact.transform import Compressed, as_compressed
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """One value that is saved for the backward pass.
-
-    Attributes:
-        name: the residual's name, which rules match: module path, primitive, index.
-        line: the user's line that made it, as `file.py:12 (function)`; empty for an argument, or
-            where JAX does not know.
-        shape: its shape.
-        dtype: its dtype, by name.
-        bytes: its own size, as XLA stores it (a boolean is a byte, a uint4 half of one).
-        codec: the name of the codec that stores it; "keep" for the array as it is.
-        saved_bytes: what is saved of it.
-        exact: whether the backward pass sees the value that the forward pass made, bit for bit.
-        why: why it is exact or, if it is not, why it is saved rather than made again from others.
-        offloaded: whether what is saved of it is sent to host memory.
-    """
-
-    name: str
-    line: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    codec: str
-    saved_bytes: int
-    exact: bool
-    why: str
-    offloaded: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Peak:
-    """Peak temporary memory of one compiled gradient, as `jact.memory.peak` gives it.
-
-    Attributes:
-        plain_bytes: under plain JAX.
-        bytes: with jact.
-        host_bytes: with jact, in host memory; None for a CPU, which has no other.
-    """
-
-    plain_bytes: int
-    bytes: int
-    host_bytes: int | None = None
+__all__ = ["Peak", "Report", "Row", "report"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +75,58 @@ class Report:
         """`saved_bytes` as a share of `plain_bytes`; 1.0 where there is nothing to save."""
         return self.saved_bytes / self.plain_bytes if self.plain_bytes else 1.0
 
+    def records(self) -> list[dict[str, Any]]:
+        """One dictionary of plain values per saved value, as `pandas.DataFrame` takes them."""
+        return [
+            dataclasses.asdict(row) | {"module": row.module, "shape": list(row.shape)}
+            for row in self.rows
+        ]
+
+    def groups(self, by: str = "module", depth: int | None = None) -> list[Group]:
+        """Totals of the rows that have something in common, the most saved bytes first.
+
+        Args:
+            by: "module", "kind", "codec" or "why".
+            depth: how many parts of a module's path to tell apart; all when None.
+
+        Raises:
+            ValueError: `by` is none of these, or `depth` is below 1.
+        """
+        return largest_first(grouped(self.rows, by, depth))
+
+    def compare(self, *others: Report, changes: bool = False) -> Comparison:
+        """Sets this report and others of the same function side by side, residual by residual.
+
+        Args:
+            *others: reports under other policies.
+            changes: whether to leave out what is stored alike in all of them.
+        """
+        return Comparison((self, *others), changes)
+
+    def __sub__(self, other: Report) -> Comparison:
+        """What changes from another report to this one."""
+        if not isinstance(other, Report):
+            return NotImplemented
+        return other.compare(self, changes=True)
+
+    def plot(self, kind: str = "both") -> Figure:
+        """Draws what is saved.
+
+        Args:
+            kind: "treemap" (modules as rectangles, as large as what they save), "bars" (each
+                layer's bytes before and after) or "both".
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: `kind` is none of these.
+        """
+        from jact.memory import plots
+
+        return plots.report(self, kind)
+
     def to_json(self) -> dict[str, Any]:
         """The report as JSON objects: all rows, whatever `max_rows` is, and the totals."""
         fields = dataclasses.asdict(self)
@@ -149,9 +158,8 @@ def report(
     Nothing is run; with `peak`, the gradient is compiled twice.
 
     Args:
-        fun: a function to differentiate, or the result of `jact.compress`, or of jact's `grad` or
-            `value_and_grad`, those of `jact.nnx` too, which bring their own policy and arguments to
-            differentiate. Of an NNX module, the parameters are differentiated.
+        fun: a function to differentiate, or the result of `jact.compress`, `jact.grad` or
+            `jact.value_and_grad`, which bring their own policy and arguments to differentiate.
         policy: how residuals are stored; see `jact.compress`. "off" lists what JAX itself saves.
         argnums: as in `jact.value_and_grad`.
         has_aux: as in `jact.value_and_grad`.
@@ -183,24 +191,19 @@ def report(
     function = as_compressed(fun, policy, argnums, has_aux)
 
     def reporter(*args: Any, **kwargs: Any) -> Report:
+        plain = _exact(function).prepare(args, kwargs, rewritten=False)
         off = function.policy is None
-        with uncompressed():
-            plain = _exact(function).prepare(args, kwargs, rewritten=False)
-        if off:
-            # Compressed functions inside of it still save codes.
-            prepared = _exact(function).prepare(args, kwargs, rewritten=False)
-        else:
-            prepared = function.prepare(args, kwargs)
-        rows = _plain_rows(prepared) if off else _rows(prepared)
-        read = [prepared.linearized.forward.invars[i] for i in _inputs_read(prepared, off)]
+        prepared = plain if off else function.prepare(args, kwargs)
+        rows = plain_rows(plain) if off else compressed_rows(prepared)
+        read = [prepared.linearized.forward.invars[i] for i in inputs_read(prepared, off)]
         return Report(
             function=function_name(function),
             policy=_describe(function.policy),
             rows=tuple(rows),
-            plain_bytes=sum(raw_bytes(var.aval) for var in _plain_residuals(plain)),
+            plain_bytes=sum(raw_bytes(var.aval) for var in plain_residuals(plain)),
             reference_arrays=len(read),
             reference_bytes=sum(raw_bytes(var.aval) for var in read),
-            peak=_peak(function, args, kwargs) if peak else None,
+            peak=gradient_peak(function, args, kwargs) if peak else None,
             max_rows=max_rows,
         )
 
@@ -214,122 +217,6 @@ def _exact(function: Compressed) -> Compressed:
     return function
 
 
-def _rows(prepared: Prepared) -> list[Row]:
-    """One row for each residual; the arrays of a code that was made inside make up one."""
-    rows: dict[str, Row] = {}
-    for entry in prepared.saved:
-        if not entry.value.marks:
-            rows[entry.name] = _row(entry)
-        for mark in entry.value.marks:
-            # What a user compressed may be called more than once, and entries are numbered; of one
-            # code, the first array comes first.
-            latest = next(reversed(rows), entry.name)
-            name = mark.name if mark.in_loop else entry.name if mark.part == 0 else latest
-            row = rows.get(name) or _marked_row(name, mark)
-            # Where branches share a place, it is counted once.
-            size = entry.stored_bytes if mark is entry.value.marks[0] else 0
-            rows[name] = dataclasses.replace(row, saved_bytes=row.saved_bytes + size)
-    return list(rows.values())
-
-
-def _marked_row(name: str, mark: Mark) -> Row:
-    return Row(
-        name=name,
-        line=mark.line,
-        shape=mark.shape,
-        dtype=mark.dtype,
-        bytes=mark.raw_bytes,
-        codec=codecs.from_json(mark.codec).name,
-        saved_bytes=0,
-        exact=bool(mark.exact),
-        why=mark.exact or mark.reason,
-        offloaded=isinstance(codecs.from_json(mark.codec), codecs.Offload),
-    )
-
-
-def _row(entry: Saved) -> Row:
-    return Row(
-        name=entry.name,
-        line=entry.line,
-        shape=tuple(entry.value.aval.shape),
-        dtype=str(entry.value.aval.dtype),
-        bytes=entry.raw_bytes,
-        codec=entry.codec.name,
-        saved_bytes=entry.stored_bytes,
-        exact=bool(entry.exact),
-        why=entry.exact or entry.reason,
-        offloaded=isinstance(entry.codec, codecs.Offload),
-    )
-
-
-def _plain_residuals(prepared: Prepared) -> list[Var]:
-    """What JAX's own backward pass saves: its residuals, less what costs nothing."""
-    program = prepared.linearized.forward
-    inputs = zip(program.invars, prepared.inputs, strict=True)
-    free = {*program.consts, *(var for var, spec in inputs if not spec.encoded)}
-    # JAX lists the zeros that a ReLU selects, for one. XLA makes such arrays where it needs them,
-    # so to count them would flatter jact.
-    varying = {*program.consts, *program.invars}
-    for eqn in program.eqns:
-        if any(compat.is_var(atom) and atom in varying for atom in eqn.invars):
-            varying.update(eqn.outvars)
-    return [v for v in _residuals(prepared.linearized) if v in varying and v not in free]
-
-
-def _residuals(linearized: Linearized) -> list[Var]:
-    """The variables among the residuals, each once."""
-    variables: list[Any] = [atom for atom in linearized.residuals if compat.is_var(atom)]
-    return list(dict.fromkeys(variables))
-
-
-def _plain_rows(prepared: Prepared) -> list[Row]:
-    """The residuals of plain JAX, and the codes of what is compressed by itself."""
-    program = prepared.linearized.forward
-    makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
-    inputs = {v: spec.name for v, spec in zip(program.invars, prepared.inputs, strict=True)}
-    counts: Counter[str] = Counter()
-    rows: dict[str, Row] = {}
-    for var in _plain_residuals(prepared):
-        aval: Any = var.aval
-        size = raw_bytes(aval)
-        eqn = makers.get(var)
-        found = () if eqn is None else marks.find(eqn, eqn.outvars.index(var))
-        base = f"{module_path(eqn)}{found[0].name}" if found else inputs.get(var) or _name(eqn)
-        if found and found[0].part:
-            # Of one code, the first array comes first.
-            name = numbered(base, counts[base] - 1)
-        else:
-            name = numbered(base, counts[base])
-            counts[base] += 1
-        row = Row(
-            name=name,
-            line=compat.source_line(eqn.source_info) if eqn is not None else "",
-            shape=tuple(aval.shape),
-            dtype=str(aval.dtype),
-            bytes=size,
-            codec="keep",
-            saved_bytes=0,
-            exact=True,
-            why="JAX saves it",
-        )
-        row = rows.get(name) or (_marked_row(name, found[0]) if found else row)
-        rows[name] = dataclasses.replace(row, saved_bytes=row.saved_bytes + size)
-    return list(rows.values())
-
-
-def _name(eqn: Equation) -> str:
-    tag = eqn.params["name"] if eqn.primitive.name == "name" else eqn.primitive.name
-    return f"{module_path(eqn)}{tag}"
-
-
-def _inputs_read(prepared: Prepared, off: bool) -> list[int]:
-    """Positions of the inputs that the backward pass reads as they are."""
-    if not off:
-        return backward.inputs_read(prepared.linearized, prepared.saved)
-    read = set(_residuals(prepared.linearized)) - set(_plain_residuals(prepared))
-    return [i for i, var in enumerate(prepared.linearized.forward.invars) if var in read]
-
-
 def _describe(policy: Policy | Plan | None) -> str:
     if policy is None:
         return "off"
@@ -338,44 +225,3 @@ def _describe(policy: Policy | Plan | None) -> str:
     default = policy.default if isinstance(policy.default, str) else policy.default.name
     rules = len(policy.rules)
     return f"{default} and {rules} rule{'s' * (rules > 1)}" if rules else default
-
-
-def _peak(function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Peak:
-    plain_function = copy.copy(function)
-    plain_function.policy = None
-    with uncompressed():
-        plain = compiled_peak(_gradient(plain_function), args, kwargs)
-    ours = analyze(_gradient(function), args, kwargs)
-    host = None if jax.default_backend() == "cpu" else ours.host_temp_bytes
-    return Peak(plain_bytes=plain, bytes=ours.temp_bytes, host_bytes=host)
-
-
-def _gradient(function: Compressed) -> Callable[..., Any]:
-    """The value and gradient of a function of (args, kwargs), where only arrays come out."""
-    # A part of a model has results of any shape, and we take them for their own cotangents.
-    positions, has_aux = function._differentiated, function._has_aux
-
-    def gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, tree = jax.tree.flatten_with_path((args, kwargs))
-        chosen = {n % max(len(args), 1) for n in positions}
-        moving = {
-            i: leaf
-            for i, (path, leaf) in enumerate(leaves)
-            if _is_float(leaf) and (not positions or (path[0].idx == 0 and path[1].idx in chosen))
-        }
-
-        def at(moving: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-            values = [moving.get(i, leaf) for i, (_, leaf) in enumerate(leaves)]
-            new_args, new_kwargs = jax.tree.unflatten(tree, values)
-            out = function(*new_args, **new_kwargs)
-            main = [x for x in jax.tree.leaves(out[0] if has_aux else out) if _is_float(x)]
-            return main, [x for x in jax.tree.leaves(out) if isinstance(x, jax.Array)]
-
-        main, pull, outputs = jax.vjp(at, moving, has_aux=True)
-        return outputs, pull([jnp.ones_like(x) for x in main] if positions else main)
-
-    return gradient
-
-
-def _is_float(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and is_differentiable(leaf.dtype)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import html as html_lib
-import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import rich.box
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from jact.memory import advice
+from jact.memory.report_groups import by_layer, grouped, largest_first
 from jact.memory.sizes import format_bytes
+from jact.memory.tables import Cells, html_table, plain_text, rich_table
+from jact.memory.tables import escape as _escape
 
 if TYPE_CHECKING:
     from jact.memory.report import Report, Row
 
 _COLUMNS = ("residual", "line", "type", "bytes", "codec", "saved", "why")
 _GROUP_COLUMNS = ("codec", "why", "values", "bytes", "saved")
-_NUMBERS = frozenset({"values", "bytes", "saved"})
+_TOTAL_COLUMNS = ("values", "bytes", "saved")
+_NUMBERS = frozenset(_TOTAL_COLUMNS)
+# How many modules the table of totals tells apart.
+_MODULES = 12
 
 
 class Renderable:
@@ -36,14 +39,15 @@ class Renderable:
         yield Text(_title(report), style="bold")
         if report.rows:
             yield Text()
-            table = _table(_COLUMNS, _shown(report))
+            table = rich_table(_COLUMNS, _shown(report), _NUMBERS, "keep")
             room = options.update(width=10**6)
             if console.measure(table, options=room).maximum <= options.max_width:
                 yield table
             else:
                 yield from _stacked(_shown(report))
-            yield Text()
-            yield _table(_GROUP_COLUMNS, _groups(report.rows))
+            for columns, rows in _totals(report):
+                yield Text()
+                yield rich_table(columns, rows, _NUMBERS, "keep")
             yield Text()
         for sentence in sentences(report):
             yield Text(sentence)
@@ -51,19 +55,15 @@ class Renderable:
 
 def text(report: Report) -> str:
     """A report as plain text, as wide as the terminal."""
-    file = io.StringIO()
-    console = Console(file=file, color_system=None, force_jupyter=False, force_terminal=False)
-    console.print(Renderable(report))
-    # Tables are padded to their full width.
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+    return plain_text(Renderable(report))
 
 
 def html(report: Report) -> str:
     """A report as HTML."""
     parts = [f"<p><b>{_escape(_title(report))}</b></p>"]
     if report.rows:
-        parts.append(_html_table(_COLUMNS, _shown(report, with_functions=True)))
-        parts.append(_html_table(_GROUP_COLUMNS, _groups(report.rows)))
+        parts.append(html_table(_COLUMNS, _shown(report, with_functions=True), _NUMBERS))
+        parts += [html_table(columns, rows, _NUMBERS) for columns, rows in _totals(report)]
     parts.append(f"<p>{'<br>'.join(map(_escape, sentences(report)))}</p>")
     return f"<div>{''.join(parts)}</div>"
 
@@ -84,6 +84,7 @@ def sentences(report: Report) -> Iterator[str]:
         yield f"The backward pass also reads {arguments} ({size}), kept by reference at no cost."
     if report.peak is not None:
         yield _peak(report)
+    yield from advice.sentences(report)
 
 
 def _gain(report: Report) -> str:
@@ -134,7 +135,7 @@ def _title(report: Report) -> str:
     return f"What {report.function} saves for its backward pass, policy {report.policy}"
 
 
-def _shown(report: Report, with_functions: bool = False) -> list[tuple[str, ...] | str]:
+def _shown(report: Report, with_functions: bool = False) -> list[Cells]:
     """The cells of the rows to print; a string stands for the rows left out in the middle."""
     rows = report.rows
     lines = [_cells(row, with_functions) for row in rows]
@@ -159,7 +160,24 @@ def _cells(row: Row, with_function: bool) -> tuple[str, ...]:
     )
 
 
-def _groups(rows: Iterable[Row]) -> list[tuple[str, ...] | str]:
+def _totals(report: Report) -> Iterator[tuple[tuple[str, ...], list[Cells]]]:
+    """Columns and rows of the tables of totals: by kind, by module, by codec and reason."""
+    for by, groups in (
+        ("kind", largest_first(grouped(report.rows, "kind"))),
+        ("module", by_layer(report.rows, _MODULES)),
+    ):
+        if len(groups) > 1:
+            rows: list[Cells] = [
+                (g.name or "-", str(g.values), format_bytes(g.bytes), format_bytes(g.saved_bytes))
+                for g in groups[:_MODULES]
+            ]
+            if rest := len(groups) - len(rows):
+                rows.append(f"... {rest} more")
+            yield (by, *_TOTAL_COLUMNS), rows
+    yield _GROUP_COLUMNS, _groups(report.rows)
+
+
+def _groups(rows: Iterable[Row]) -> list[Cells]:
     """Totals of the rows that share a codec and a reason, the largest first."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -172,19 +190,7 @@ def _groups(rows: Iterable[Row]) -> list[tuple[str, ...] | str]:
     return [(*t[:2], str(t[2]), format_bytes(t[3]), format_bytes(t[4])) for t in totals]
 
 
-def _table(columns: Sequence[str], rows: Iterable[tuple[str, ...] | str]) -> Table:
-    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in columns:
-        right = column in _NUMBERS
-        table.add_column(column, justify="right" if right else "left", no_wrap=True)
-    for row in rows:
-        # Text, as a type's brackets would be markup to rich.
-        cells = (row,) if isinstance(row, str) else row
-        table.add_row(*(Text(cell) for cell in cells), style="dim" if "keep" in cells else "")
-    return table
-
-
-def _stacked(rows: Sequence[tuple[str, ...] | str]) -> Iterator[Text]:
+def _stacked(rows: Sequence[Cells]) -> Iterator[Text]:
     """Rows of two lines, for where a name and its figures do not fit next to each other."""
     lines = [_COLUMNS, *(row for row in rows if not isinstance(row, str))]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
@@ -200,28 +206,6 @@ def _stacked(rows: Sequence[tuple[str, ...] | str]) -> Iterator[Text]:
     yield two_lines(_COLUMNS, "bold", "bold")
     for row in rows:
         yield Text(row) if isinstance(row, str) else two_lines(row, "", "dim")
-
-
-def _html_table(columns: Sequence[str], rows: Iterable[tuple[str, ...] | str]) -> str:
-    def cells(tag: str, values: Sequence[str]) -> str:
-        return "".join(
-            f'<{tag} style="text-align: {"right" if column in _NUMBERS else "left"}">'
-            f"{_escape(value)}</{tag}>"
-            for column, value in zip(columns, values, strict=True)
-        )
-
-    body = [
-        f'<tr><td colspan="{len(columns)}">{_escape(row)}</td></tr>'
-        if isinstance(row, str)
-        else f"<tr>{cells('td', row)}</tr>"
-        for row in rows
-    ]
-    head = f"<thead><tr>{cells('th', columns)}</tr></thead>"
-    return f"<table>{head}<tbody>{''.join(body)}</tbody></table>"
-
-
-def _escape(value: str) -> str:
-    return html_lib.escape(value)
 
 
 def _type(row: Row) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jact.memory import assignment as assignments
@@ -84,7 +84,7 @@ class Timeline:
         passes = self.backward is not None and (self.backward, self.backward_end or 0)
         return _pass_at(self.peak_position, passes or None)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def records(self) -> list[dict[str, Any]]:
         """One dictionary per buffer at the peak, as `pandas.DataFrame` takes them."""
         return [dataclasses.asdict(buffer) for buffer in self.buffers]
 
@@ -177,30 +177,38 @@ def timeline(
         >>> plain.peak_bytes >= 4 * x.nbytes, plain.buffers[0].type
         (True, 'f32[1024,64]')
     """
-    with tempfile.TemporaryDirectory(prefix="jact-") as folder:
-        analysis = analyze(step, *args, target=target, compiler_options=dumping(folder), **kwargs)
-        read = _dump(pathlib.Path(folder), target)
     name = label or getattr(step, "__name__", "") or "step"
-    return make_timeline(name, read, analysis)
-
-
-def dumping(folder: str) -> dict[str, Any]:
-    """The compiler's options to write down what it makes of a program."""
-    return {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
-
-
-def _dump(folder: pathlib.Path, target: str | None) -> Assignment:
-    # One compilation may write several programs: the main one is the largest.
-    found = sorted(
-        folder.glob("*after_optimizations.hlo.pb"), key=lambda path: -path.stat().st_size
-    )
-    if not found:
+    _, course = analyze_over_time(name, step, args, kwargs, target)
+    if course is None:
         where = "JAX's default backend" if target is None else f"target={target!r}"
         raise RuntimeError(
             f"the compiler of {where} wrote no buffer assignment. If the program came from JAX's "
             "persistent compilation cache, switch that off (jax_enable_compilation_cache)."
         )
-    return assignments.read(found[0].read_bytes())
+    return course
+
+
+def analyze_over_time(
+    label: str,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    target: str | None = None,
+) -> tuple[MemoryAnalysis, Timeline | None]:
+    """Compiles a function once for both its figures and its timeline.
+
+    Returns:
+        The analysis, and the timeline where the compiler writes down how it assigns buffers.
+    """
+    with tempfile.TemporaryDirectory(prefix="jact-") as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        analysis = analyze(fun, *args, target=target, compiler_options=options, **(kwargs or {}))
+        # One compilation may write several programs: the main one is the largest.
+        found = list(pathlib.Path(folder).glob("*after_optimizations.hlo.pb"))
+        if not found:
+            return analysis, None
+        largest = max(found, key=lambda path: path.stat().st_size)
+        return analysis, make_timeline(label, assignments.read(largest.read_bytes()), analysis)
 
 
 def make_timeline(label: str, read: Assignment, analysis: MemoryAnalysis) -> Timeline:

@@ -402,6 +402,7 @@ class TestPrinted:
         (row,) = (row for row in data["rows"] if row["name"] == "dot_general")
         assert row == {
             "name": "dot_general",
+            "kind": "code",
             "line": line_of(relu_loss, "x @ w"),
             "shape": [256, 64],
             "dtype": "float32",
