@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jact.memory
 from benchmarks import (
+    choose,
     codecs,
     fidelity,
     flax,
@@ -15,11 +16,14 @@ from benchmarks import (
     output,
     peak,
     time,
+    timeline,
 )
 
 COMMANDS = {
     "peak": peak,
     "max_batch": max_batch,
+    "timeline": timeline,
+    "choose": choose,
     "time": time,
     "fidelity": fidelity,
     "flax": flax,

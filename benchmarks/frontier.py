@@ -16,7 +16,7 @@ import numpy as np
 import jact.memory
 import jact.presets
 from benchmarks import fidelity, output
-from benchmarks.options import Case, positive
+from benchmarks.options import REMAT, Case, positive
 
 COLUMNS: output.Columns = {
     "peak MiB": output.mib("peak_bytes"),
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields a result for each policy of the case but "off" and "remat".
+    """Yields a result for each policy of the case but "off" and those in `REMAT`.
 
     A policy for images is left out where there are none, as it comes to another one there.
     """
@@ -45,7 +45,7 @@ def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     rows = []
     for policy in case.policies:
         without_images = "images" not in draws[0][2]
-        if policy in ("off", "remat") or (without_images and policy in jact.presets.MIXED):
+        if policy == "off" or policy in REMAT or (without_images and policy in jact.presets.MIXED):
             continue
         output.announce(f"compiling and running {case.model} with {policy}")
         own = jact.memory.analyze(jax.jit(case.gradient(policy)), *draws[0])
@@ -103,24 +103,33 @@ def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
         panel.set_ylabel("relative error of the gradient")
         panel.set_title(f"{model}, {own[0]['dtype']}")
         panel.grid(True, which="major", alpha=0.3)
-        _label(panel, own)
+        points = [(row["peak_ratio"], row["relative_error"]) for row in own]
+        place_labels(panel, [row["policy"] for row in own], points)
     figure.savefig(path, dpi=140)
     plt.close(figure)
 
 
-def _label(panel: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes each policy's name beside its point, on the side where there is room."""
+def place_labels(panel: Any, labels: Sequence[str], points: Sequence[tuple[float, float]]) -> None:
+    """Writes a label beside each point, on the side where there is room.
+
+    Args:
+        panel: the matplotlib axes.
+        labels: the labels.
+        points: where they belong.
+
+    Raises:
+        ValueError: there is no room for one of them.
+    """
     panel.figure.canvas.draw()
     renderer = panel.figure.canvas.get_renderer()
-    taken = [panel.transData.transform((r["peak_ratio"], r["relative_error"])) for r in rows]
+    taken = [panel.transData.transform(point) for point in points]
     boxes: list[Any] = []
     places = [(dx, dy) for dy in (0, 9, -9, 18, -18, 27, -27) for dx in (6, -6, 0) if dx or dy]
-    for row in rows:
-        point = (row["peak_ratio"], row["relative_error"])
+    for label, point in zip(labels, points, strict=True):
         for dx, dy in places:
             side = {6: "left", -6: "right", 0: "center"}[dx]
             text = panel.annotate(
-                row["policy"],
+                label,
                 point,
                 xytext=(dx, dy),
                 textcoords="offset points",
@@ -135,7 +144,7 @@ def _label(panel: Any, rows: Sequence[dict[str, Any]]) -> None:
                 break
             text.remove()
         else:
-            raise ValueError(f"no room for the label of {row['policy']}")
+            raise ValueError(f"no room for the label {label}")
 
 
 def _dominates(a: dict[str, Any], b: dict[str, Any]) -> bool:

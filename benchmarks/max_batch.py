@@ -12,7 +12,7 @@ import jax
 import optax
 
 import jact.memory
-from benchmarks import output
+from benchmarks import options, output
 from benchmarks.options import Case, use_cpu
 from jact.memory.sizes import parse_bytes
 
@@ -20,9 +20,7 @@ COLUMNS: output.Columns = {
     "largest": lambda row: str(row["batch"]),
     "/ off": output.number("ratio", ".2f"),
     "memory MiB": output.mib("bytes"),
-    "too large": output.number("too_large", "d"),
     "compiled": lambda row: str(len(row["probes"])),
-    "compile s": output.number("seconds", ".0f"),
 }
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
@@ -31,7 +29,7 @@ MOMENTUM = optax.sgd(0.1, momentum=0.9)
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command alone."""
     parser.add_argument("--memory", default="16 GiB", help="what the device has")
-    parser.add_argument("--target", default="cpu", help='"cpu" or a target of jact.memory')
+    options.add_target(parser)
     parser.add_argument(
         "--tolerance", type=float, default=0.01, help="the bracket's width as a share; 0 is exact"
     )

@@ -5,14 +5,36 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import flax.linen as nn
 import jax
 
 import jact
+import jact.memory
 import jact.presets
 from benchmarks.models import DTYPES, MODELS, Task
+from benchmarks.models.task import Wrap
 
-# "off" is plain JAX; "remat" is plain JAX with every block of the model in `nn.remat`.
-POLICIES = tuple(dict.fromkeys(("off", "remat", *jact.presets.NAMES)))
+_DEAR = ("dot_general", "conv_general_dilated")
+
+
+def _saves_dear(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name in _DEAR
+
+
+# Plain JAX with every block of the model in `nn.remat`, which keeps its input alone, or the results
+# of products and convolutions as well.
+REMAT: dict[str, Wrap] = {
+    "remat": True,
+    "remat-dots": lambda block: nn.remat(block, policy=_saves_dear),
+}
+LABELS = {
+    "off": "plain JAX",
+    "remat": "jax.checkpoint per block",
+    "remat-dots": "jax.checkpoint, products saved",
+}
+SHORT_LABELS = {"off": "plain"}
+# "off" is plain JAX.
+POLICIES = tuple(dict.fromkeys(("off", *REMAT, *jact.presets.NAMES)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +52,8 @@ class Case:
     overrides: dict[str, Any]
 
     def task(self, policy: str) -> Task:
-        """Returns the model; only the policy "remat" changes it."""
-        return MODELS[self.model].task(**self.overrides, remat=policy == "remat")
+        """Returns the model; only the policies in `REMAT` change it."""
+        return MODELS[self.model].task(**self.overrides, remat=REMAT.get(policy, False))
 
     def with_batch(self, batch: int) -> "Case":
         """Returns the same case with another number of examples."""
@@ -40,7 +62,7 @@ class Case:
     def gradient(self, policy: str) -> Callable[..., Any]:
         """Returns the function that is measured: `(params, state, batch) -> (value, gradient)`."""
         loss = self.task(policy).loss
-        if policy in ("off", "remat"):
+        if policy == "off" or policy in REMAT:
             return jax.value_and_grad(loss, has_aux=True)
         return jact.value_and_grad(loss, has_aux=True, policy=policy)
 
@@ -82,6 +104,12 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, help="examples; None is the model's own number")
     parser.add_argument("--layers", type=positive, help="blocks; None is the model's own number")
     add_json(parser)
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that says which device to compile for."""
+    targets = ("cpu", *jact.memory.TARGETS)
+    parser.add_argument("--target", choices=targets, default="cpu", help="device to compile for")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -13,8 +13,8 @@ from jax.extend import core as jex
 
 import jact
 import jact.memory
-from benchmarks import output
-from benchmarks.options import Case, use_cpu
+from benchmarks import options, output
+from benchmarks.options import REMAT, Case, use_cpu
 
 COLUMNS: output.Columns = {
     "peak MiB": output.mib("peak_bytes"),
@@ -26,8 +26,7 @@ COLUMNS: output.Columns = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command alone."""
-    targets = ("cpu", *jact.memory.TARGETS)
-    parser.add_argument("--target", choices=targets, default="cpu", help="device to compile for")
+    options.add_target(parser)
 
 
 def measure(case: Case, chosen: argparse.Namespace) -> list[dict[str, Any]]:
@@ -57,7 +56,7 @@ def saved_bytes(loss: Callable[..., Any], policy: str, arguments: tuple[Any, ...
 
     Args:
         loss: A function `(params, state, batch) -> (scalar, new_state)`.
-        policy: "off" and "remat" count what `jax.vjp` keeps; others ask `jact.report`.
+        policy: "off" and those in `REMAT` count what `jax.vjp` keeps; others ask `jact.report`.
         arguments: The arguments of `loss`, or their shapes and dtypes.
 
     Returns:
@@ -67,7 +66,7 @@ def saved_bytes(loss: Callable[..., Any], policy: str, arguments: tuple[Any, ...
     def scalar_loss(*args: Any) -> jax.Array:
         return loss(*args)[0]
 
-    if policy in ("off", "remat"):
+    if policy == "off" or policy in REMAT:
         return _residual_bytes(scalar_loss, arguments)
     return jact.report(scalar_loss, policy)(*arguments).saved_bytes
 

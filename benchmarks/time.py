@@ -50,7 +50,10 @@ def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def interleave(
-    functions: dict[str, Callable[..., Any]], arguments: Sequence[Any], rounds: int
+    functions: dict[str, Callable[..., Any]],
+    arguments: Sequence[Any],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Runs each function once per round, after one round that is not counted.
 
@@ -58,6 +61,7 @@ def interleave(
         functions: The functions by name.
         arguments: The arguments of all of them.
         rounds: How many rounds are counted.
+        clock: Tells the time.
 
     Returns:
         The seconds of each function, by name, round by round.
@@ -68,8 +72,8 @@ def interleave(
         output.announce(f"round {i} of {rounds}" if i else "warming up")
         # Each round begins with another function, since the first may find colder caches.
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(functions[name](*arguments))
             if i:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds

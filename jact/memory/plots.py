@@ -62,7 +62,7 @@ def timelines(lines: Sequence[Timeline], axes: Axes | None = None) -> Axes:
         at = _stretched(line, line.peak_position, split)
         axes.plot([at], [line.peak_bytes / _MIB], "o", color=colour, markersize=5)
     if split:
-        axes.axvline(1, color="0.4", linewidth=0.8)
+        axes.axvline(1, ymax=0.88, color="0.4", linewidth=0.8)
         axes.set_xticks([0.5, 1.5], ["forward", "backward"])
         axes.tick_params(axis="x", length=0)
         axes.set_xlim(0, 2)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+# Larger than any limit.
+_ANY = 2**62
+
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
@@ -56,7 +59,7 @@ def search(
     probes: list[Probe] = []
     low, high = 0, limit // multiple + 1  # in multiples: the largest that fits, the least that not
     size = min(max(start // multiple, 1), high - 1)
-    strides = {True: 1, False: 1}
+    moves, nudged = {True: 1, False: 1}, False
     while True:
         probe = measure(size * multiple)
         probes.append(probe)
@@ -66,13 +69,14 @@ def search(
         if high - low <= step:
             return probes
         # Near the answer a prediction says "one more" time and again where memory grows in steps.
-        # So the end of the bracket that moves again moves four times as far.
-        strides = {fits: 4 * strides[fits], not fits: 1}
-        least = low + max(step, strides[True] // 4)
-        most = high - max(1, strides[False] // 4)
+        # So the end of the bracket that moves by the least again moves four times as far.
+        moves[fits] = 4 * moves[fits] if nudged else 1
+        moves[not fits] = 1
+        least, most = low + max(step, moves[True]), high - moves[False]
         size = _predict(probes, memory) // multiple
         if high > limit // multiple:
             size = min(size, most)
+        nudged = not least < size < most
         if not low <= size <= high or least > most:
             size = (low + high) // 2
         else:
@@ -84,16 +88,16 @@ def _predict(probes: list[Probe], memory: int) -> int:
     known = [p for p in probes if p.bytes is not None]
     if not known:
         return probes[-1].size // 2
-    nearest = sorted(known, key=lambda p: abs(p.bytes - memory))[:2]  # type: ignore[operator]
-    sizes = [p.size for p in nearest]
-    costs = [p.bytes or 0 for p in nearest]
-    if len(nearest) == 1 or sizes[0] == sizes[1]:
-        grows = costs[0] - nearest[0].fixed_bytes
-        room = memory - nearest[0].fixed_bytes
-        if grows <= 0 or room <= 0:
-            return sizes[0] * 2 if costs[0] <= memory else sizes[0] // 2
-        return max(1, sizes[0] * room // grows)
-    slope = (costs[1] - costs[0]) / (sizes[1] - sizes[0])
-    if slope <= 0:
-        return max(sizes) * 16 if costs[0] <= memory else min(sizes) // 2
-    return int(sizes[0] + (memory - costs[0]) / slope)
+    nearest = sorted(known, key=lambda p: abs((p.bytes or 0) - memory))
+    first, *others = nearest
+    size, cost = first.size, first.bytes or 0
+    if others:
+        run, rise = others[0].size - size, (others[0].bytes or 0) - cost
+    else:
+        run, rise = size, cost - first.fixed_bytes
+    if run < 0:
+        run, rise = -run, -rise
+    if rise <= 0:
+        # Memory does not grow: then anything fits, or nothing.
+        return _ANY if cost <= memory else size // 2
+    return max(0, size + (memory - cost) * run // rise)

@@ -88,6 +88,17 @@ class Timeline:
         """One dictionary per buffer at the peak, as `pandas.DataFrame` takes them."""
         return [dataclasses.asdict(buffer) for buffer in self.buffers]
 
+    def to_json(self) -> dict[str, Any]:
+        """The timeline as JSON objects; `from_json` is the inverse."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Timeline:
+        """The timeline that `to_json` wrote."""
+        lists = {name: tuple(data[name]) for name in ("positions", "live_bytes")}
+        buffers = tuple(Buffer(**buffer) for buffer in data["buffers"])
+        return cls(**{**data, **lists, "buffers": buffers})
+
     def by_module(self, depth: int | None = None) -> dict[str, int]:
         """Bytes at the peak of each module, the largest first.
 
