@@ -19,9 +19,6 @@ from jact.engine.program import Equation, Var
 from jact.engine.select import Saved
 from jact.policy import Policy
 
-# The engine's words for a weight that is made of others (`jact.engine.graph`).
-_OF_WEIGHTS = "made of weights alone"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
@@ -99,13 +96,13 @@ def _marked_row(name: str, mark: Mark) -> Row:
     )
 
 
-def _kind(exact: str, dtype: str, size: int) -> str:
+def _kind(exact: str, dtype: str, size: int, of_weights: bool = False) -> str:
     """The kind of a value, from why it is exact (empty if it is not) and what it is."""
     if not exact:
         return "code"
     if dtype == "bool":
         return "mask"
-    if exact == _OF_WEIGHTS:
+    if of_weights:
         return "parameter"
     return "small" if exact in ("a statistic", "small") or size < Policy.min_bytes else "activation"
 
@@ -113,7 +110,12 @@ def _kind(exact: str, dtype: str, size: int) -> str:
 def _row(entry: Saved) -> Row:
     return Row(
         name=entry.name,
-        kind=_kind(entry.exact, str(entry.value.aval.dtype), entry.raw_bytes),
+        kind=_kind(
+            entry.exact,
+            str(entry.value.aval.dtype),
+            entry.raw_bytes,
+            of_weights=isinstance(entry.value.origin, int),
+        ),
         line=entry.line,
         shape=tuple(entry.value.aval.shape),
         dtype=str(entry.value.aval.dtype),
@@ -162,10 +164,10 @@ def plain_rows(prepared: Prepared) -> Iterator[Row]:
         line = compat.source_line(makers[var].source_info) if var in makers else ""
         aval: Any = var.aval
         size = raw_bytes(aval)
-        exact = _OF_WEIGHTS if isinstance(origins[var], int) else "JAX saves it"
+        of_weights = isinstance(origins[var], int)
         yield Row(
             name=numbered(name, counts[name]),
-            kind=_kind(exact, str(aval.dtype), size),
+            kind=_kind("JAX saves it", str(aval.dtype), size, of_weights),
             line=line,
             shape=tuple(aval.shape),
             dtype=str(aval.dtype),

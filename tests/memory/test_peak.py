@@ -1,14 +1,19 @@
 import importlib.metadata
+import importlib.resources
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jact.memory
 from jact.memory import targets
@@ -26,15 +31,19 @@ def _installed(platform: str) -> bool:
     return any(plugin.name.startswith("xla_cuda") for plugin in plugins)
 
 
-TARGETS = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            not _installed(target.platform), reason=f"the {target.platform} plugin is missing"
-        ),
+def _if_installed(name: str) -> Any:
+    kind = re.split(r":|x(?=\d+$)", name)[0] if name not in targets.TARGETS else name
+    platform = targets.TARGETS[kind].platform
+    missing = pytest.mark.skipif(
+        not _installed(platform), reason=f"the {platform} plugin is missing"
     )
-    for name, target in targets.TARGETS.items()
-]
+    return pytest.param(name, marks=missing)
+
+
+TARGETS = [_if_installed(name) for name in targets.TARGETS]
+# One of each platform, for what does not depend on the device.
+PLATFORMS = [_if_installed(name) for name in ("h100", "v5e")]
+MESHES = [_if_installed(name) for name in ("h100x4", "v5e:2x2")]
 
 
 def loss(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -135,12 +144,26 @@ def test_analysis_has_the_program_and_its_compile_time() -> None:
 
 
 def test_unknown_target_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'h100', 'a100', 't4', 'v5e'; got 'h200'"):
-        jact.memory.peak(jax.grad(loss), *structs(), target="h200")
+    with pytest.raises(ValueError, match=r"'h100', 'h200', 'a100', .*, 'v6e', .*; got 'h300'"):
+        jact.memory.peak(jax.grad(loss), *structs(), target="h300")
 
 
 @pytest.mark.parametrize(
-    ("name", "extra"), [("h100", "cuda12"), ("a100", "cuda12"), ("t4", "cuda12"), ("v5e", "tpu")]
+    "name", ["", "h100x", "h100x0", "h100:2x2", "v5ex4", "v5e:", "v5e:2", "rtx40", "v5e:2x2x2x2", 8]
+)
+def test_what_is_no_target(name: Any) -> None:
+    with pytest.raises(ValueError, match="target must be None, one of 'h100'"):
+        targets.devices(name)
+
+
+def test_hosts_hold_eight_gpus() -> None:
+    with pytest.raises(ValueError, match="at most 8 GPUs or a multiple of that, got 'h100x12'"):
+        targets.devices("h100x12")
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("h100", "cuda12"), ("b200x8", "cuda12"), ("v5e", "tpu"), ("v6e:4x4", "tpu")],
 )
 def test_missing_plugin_names_the_extra(
     name: str, extra: str, monkeypatch: pytest.MonkeyPatch
@@ -148,7 +171,7 @@ def test_missing_plugin_names_the_extra(
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    targets.sharding.cache_clear()
+    targets.devices.cache_clear()
     with pytest.raises(jact.memory.MissingPluginError, match=rf"jact-jax\[{extra}\]"):
         jact.memory.peak(jax.grad(loss), *structs(), target=name)
 
@@ -162,7 +185,7 @@ def test_targets_see_the_saved_activations(name: str) -> None:
     assert 3 * activation <= peak <= 8 * activation
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", PLATFORMS)
 def test_targets_take_what_the_default_backend_takes(name: str) -> None:
     weights = jnp.ones((1024,))
 
@@ -182,7 +205,7 @@ def test_targets_take_what_the_default_backend_takes(name: str) -> None:
         assert devices == targets.sharding(name).device_set
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", PLATFORMS)
 def test_targets_work_after_jax_looked_for_devices_in_vain(name: str) -> None:
     # With the plugins installed and no JAX_PLATFORMS, JAX tries them, warns, and takes the CPU.
     code = (
@@ -203,4 +226,74 @@ def test_targets_work_after_jax_looked_for_devices_in_vain(name: str) -> None:
 def test_targets_are_described() -> None:
     for name, target in targets.TARGETS.items():
         assert bool(target.topology) == (target.platform == "tpu")
-        assert name.upper() in target.device.upper()
+        assert name.upper() in target.device.upper().replace(" ", "")
+        if target.platform == "cuda":
+            devices = importlib.resources.files("jact.memory") / "devices"
+            text = (devices / f"{name}.txtpb").read_text()
+            assert f"{target.device.split()[1]}" in text.splitlines()[0]
+            assert text.count("{") == text.count("}")
+
+
+def sharded(devices: int, specs: tuple[P, P]) -> list[jax.ShapeDtypeStruct]:
+    mesh = jax.sharding.AbstractMesh((devices,), ("d",))
+    return [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip(structs(1024, 4096), specs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_meshes(name: str, jitted: bool) -> None:
+    gradient = jax.jit(jax.grad(loss)) if jitted else jax.grad(loss)
+    data = jact.memory.analyze(gradient, *sharded(4, (P(), P("d"))), target=name)
+    # Figures are those of each device, which has a quarter of the batch and all weights.
+    assert data.argument_bytes == 1024 * 1024 * 4 + 4096 * 1024
+    assert data.collectives == {"all-reduce": 1}
+    assert sum(data.kernels.values()) > 8
+    single = jact.memory.analyze(gradient, *structs(1024, 4096), target=name)
+    assert single.argument_bytes == (1024 * 1024 + 4096 * 1024) * 4
+    assert single.collectives == {}
+    assert single.temp_bytes > 2 * data.temp_bytes
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_meshes_that_a_function_names(name: str) -> None:
+    mesh = jact.memory.mesh(name, (2, 2), ("x", "y"))
+
+    def total(x: jax.Array) -> jax.Array:
+        part = jax.lax.psum(jnp.sum(x), ("x", "y"))
+        return jnp.broadcast_to(part, x.shape)
+
+    fun = jax.shard_map(total, mesh=mesh, in_specs=P("x", "y"), out_specs=P("x", "y"))
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P("x", "y")))
+    assert jact.memory.analyze(fun, x, target=name).collectives == {"all-reduce": 1}
+    with pytest.raises(ValueError, match=rf"has 8 devices, but target={name!r} has 4"):
+        jact.memory.mesh(name, (2, 4), ("x", "y"))
+    with pytest.raises(ValueError, match="has 8 devices"):
+        jact.memory.analyze(jax.grad(loss), *sharded(8, (P(), P("d"))), target=name)
+
+
+def test_collectives_and_kernels_here() -> None:
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    arguments = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip(structs(), (P(), P("d")), strict=True)
+    ]
+    analysis = jact.memory.analyze(jax.jit(jax.grad(loss)), *arguments)
+    assert analysis.collectives == {"all-reduce": 1}
+    assert analysis.collectives.keys().isdisjoint(analysis.kernels)
+    text = analysis.compiled.as_text()
+    assert text is not None
+    entry = text[text.index("ENTRY") :]
+    assert analysis.kernels["dot"] == len(re.findall(r" dot\(", entry)) > 0
+    assert sum(analysis.kernels.values()) > 8
+    assert "parameter" not in analysis.kernels
+
+
+def test_total_is_what_lives_at_once() -> None:
+    jitted = jax.jit(lambda w, x: (w + 1, x @ w), donate_argnums=0)
+    analysis = jact.memory.analyze(jitted, *structs())
+    assert analysis.alias_bytes == 128 * 128 * 4
+    arguments, outputs = 128 * 128 * 4 + MATRIX_BYTES, MATRIX_BYTES
+    assert analysis.total_bytes == arguments + outputs + analysis.temp_bytes
