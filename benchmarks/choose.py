@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 import jact.memory
+import jact.presets
 from benchmarks import fidelity, options, output
 from benchmarks.frontier import place_labels
 from benchmarks.options import REMAT, Case, positive
@@ -43,7 +44,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields a result for each policy of the case; "off" is added if it is missing."""
     draws = [fidelity.arguments(case, seed, images="natural") for seed in range(chosen.draws)]
-    policies = tuple(dict.fromkeys(("off", *case.policies)))
+    # A policy for images comes to another one where there are none.
+    skipped = () if "images" in draws[0][2] else jact.presets.MIXED
+    policies = tuple(p for p in dict.fromkeys(("off", *case.policies)) if p not in skipped)
     analyses = {}
     for policy in policies:
         output.announce(f"compiling {case.model} with {policy}")

@@ -48,8 +48,9 @@ def timelines(lines: Sequence[Timeline], axes: Axes | None = None) -> Axes:
         ImportError: matplotlib is not installed.
     """
     plt = _pyplot()
+    panel: Any = axes
     if axes is None:
-        _, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+        _, panel = plt.subplots(figsize=(8, 4.2), layout="constrained")
     split = all(line.backward is not None for line in lines)
     for i, line in enumerate(lines):
         colour = _COLOURS[i % len(_COLOURS)]
@@ -57,23 +58,23 @@ def timelines(lines: Sequence[Timeline], axes: Axes | None = None) -> Axes:
         y = [size / _MIB for size in (*line.live_bytes, line.live_bytes[-1])]
         label = f"{line.label}: {format_bytes(line.peak_bytes)}"
         dashes = _DASHES[i % len(_DASHES)]
-        axes.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=1.6, label=label)
-        axes.fill_between(x, y, step="post", color=colour, alpha=0.12, linewidth=0)
+        panel.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=1.6, label=label)
+        panel.fill_between(x, y, step="post", color=colour, alpha=0.12, linewidth=0)
         at = _stretched(line, line.peak_position, split)
-        axes.plot([at], [line.peak_bytes / _MIB], "o", color=colour, markersize=5)
+        panel.plot([at], [line.peak_bytes / _MIB], "o", color=colour, markersize=5)
     if split:
-        axes.axvline(1, ymax=0.88, color="0.4", linewidth=0.8)
-        axes.set_xticks([0.5, 1.5], ["forward", "backward"])
-        axes.tick_params(axis="x", length=0)
-        axes.set_xlim(0, 2)
+        panel.axvline(1, ymax=0.88, color="0.4", linewidth=0.8)
+        panel.set_xticks([0.5, 1.5], ["forward", "backward"])
+        panel.tick_params(axis="x", length=0)
+        panel.set_xlim(0, 2)
     else:
-        axes.set_xlabel("share of the schedule")
-        axes.set_xlim(0, 1)
-    axes.set_ylabel("live temporary memory, MiB")
-    axes.set_ylim(0, 1.25 * max(max(line.peak_bytes, 1) for line in lines) / _MIB)
-    axes.legend(loc="upper left", ncols=min(len(lines), 3), frameon=False, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    return axes
+        panel.set_xlabel("share of the schedule")
+        panel.set_xlim(0, 1)
+    panel.set_ylabel("live temporary memory, MiB")
+    panel.set_ylim(0, 1.25 * max(max(line.peak_bytes, 1) for line in lines) / _MIB)
+    panel.legend(loc="upper left", ncols=min(len(lines), 3), frameon=False, fontsize=9)
+    panel.spines[["top", "right"]].set_visible(False)
+    return panel
 
 
 def _stretched(line: Timeline, position: int, split: bool) -> float:

@@ -183,7 +183,7 @@ def devices(name: str) -> tuple[Any, ...]:
 
 def _parsed(name: str) -> tuple[str, int, str]:
     """The target that a name begins with, the number of GPUs, and the topology of TPUs."""
-    for kind, target in TARGETS.items():
+    for kind, target in TARGETS.items() if isinstance(name, str) else ():
         if name == kind:
             return kind, 1, ""
         if target.topology and re.fullmatch(rf"{kind}:\d+(x\d+){{1,2}}", name):

@@ -67,9 +67,9 @@ class TestGroups:
             assert (row.kind == "code") == (not row.exact)
             assert (row.kind == "mask") == (row.dtype == "bool")
         kept = jact.report(loss, jact.Policy(rules=[jact.Rule("*", "keep")]))(W, X)
-        assert [row.kind for row in kept.rows if row.dtype == "float32"] == ["activation"] * 3
+        assert {row.kind for row in kept.rows} == {"activation"}
         off = {row.kind for row in of_model("off").rows}
-        assert off == {"activation", "mask", "small"}
+        assert {"activation", "mask", "small"} <= off and "code" not in off
 
     @pytest.mark.parametrize("policy", ["off", "int4"])
     def test_what_is_made_of_weights_is_a_parameter(self, policy: str) -> None:
@@ -170,7 +170,8 @@ class TestAdvice:
         policy = jact.Policy(rules=[jact.Rule("dot_general:1", "keep")], default="int4")
         text = " ".join(str(jact.report(loss, policy)(W, X)).split())
         assert "Next: the activation kept as it is (256.0 KiB) could be encoded" in text
-        assert "dot_general:1 (the policy keeps it)" in text
+        # The rule's value and what follows from it are exact, so that either may be saved.
+        assert "the largest is tanh (follows from exact values)" in text
 
     def test_says_nothing_of_plain_jax_or_where_nothing_is_left(self) -> None:
         assert "Next:" not in str(jact.report(loss, "off")(W, X))
@@ -203,4 +204,5 @@ class TestAdvice:
         peak = jact.report(task.loss, has_aux=True, peak=True)(*task.abstract()).peak
         assert peak is not None and peak.phase == "backward"
         assert 0 < peak.forward_bytes < peak.bytes
-        assert peak.forward_bytes + peak.backward_bytes == pytest.approx(peak.bytes, rel=0.02)
+        # Packing leaves gaps.
+        assert 0.95 * peak.bytes < peak.forward_bytes + peak.backward_bytes <= peak.bytes
