@@ -178,7 +178,7 @@ def max_batch(
         ...     x = jax.ShapeDtypeStruct((batch, 64), "float32")
         ...     return jax.jit(jact.grad(loss, policy=policy)), (w, x)
         >>> found = jact.memory.max_batch(make_step, "4 MiB", multiple=64, progress=False)
-        >>> found["int4"] > 2 * found["off"]
+        >>> found["int4"] > found["off"]
         True
     """
     budget = parse_bytes(memory)
