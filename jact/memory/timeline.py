@@ -79,6 +79,11 @@ class Timeline:
         return max(self.live_bytes, default=0)
 
     @property
+    def gap_bytes(self) -> int:
+        """What XLA sets aside beyond the highest point: gaps that packing buffers leaves."""
+        return self.temp_bytes - self.peak_bytes
+
+    @property
     def peak_phase(self) -> str:
         """Where the peak is: "forward", "backward" or "update"; "" without a backward pass."""
         passes = self.backward is not None and (self.backward, self.backward_end or 0)

@@ -72,7 +72,9 @@ def test_highest_point_on_devices_that_are_not_here(target: str, policy: str) ->
         pytest.skip(f"the {platform} plugin is missing")
     model = "transformer" if target == "v5e" else "transformer_small"
     course = of_model(model, policy, target=target)
-    assert 0.98 * course.temp_bytes <= course.peak_bytes <= course.temp_bytes
+    # Of few layers' codes, packing leaves gaps: 4 % on an H100, which is one small buffer.
+    assert 0.95 * course.temp_bytes <= course.peak_bytes <= course.temp_bytes
+    assert course.gap_bytes == course.temp_bytes - course.peak_bytes
     assert course.backward is not None
     assert any("Attention" in buffer.module for buffer in course.buffers)
 
