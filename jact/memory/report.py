@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jact.engine.compressed import uncompressed
 from jact.engine.graph import raw_bytes
 from jact.engine.trace import function_name
 from jact.memory import report_render
@@ -158,8 +159,9 @@ def report(
     Nothing is run; with `peak`, the gradient is compiled twice.
 
     Args:
-        fun: a function to differentiate, or the result of `jact.compress`, `jact.grad` or
-            `jact.value_and_grad`, which bring their own policy and arguments to differentiate.
+        fun: a function to differentiate, or the result of `jact.compress`, or of jact's `grad` or
+            `value_and_grad`, those of `jact.nnx` too, which bring their own policy and arguments to
+            differentiate. Of an NNX module, the parameters are differentiated.
         policy: how residuals are stored; see `jact.compress`. "off" lists what JAX itself saves.
         argnums: as in `jact.value_and_grad`.
         has_aux: as in `jact.value_and_grad`.
@@ -191,10 +193,15 @@ def report(
     function = as_compressed(fun, policy, argnums, has_aux)
 
     def reporter(*args: Any, **kwargs: Any) -> Report:
-        plain = _exact(function).prepare(args, kwargs, rewritten=False)
         off = function.policy is None
-        prepared = plain if off else function.prepare(args, kwargs)
-        rows = plain_rows(plain) if off else compressed_rows(prepared)
+        with uncompressed():
+            plain = _exact(function).prepare(args, kwargs, rewritten=False)
+        if off:
+            # Compressed functions inside of it still save codes.
+            prepared = _exact(function).prepare(args, kwargs, rewritten=False)
+        else:
+            prepared = function.prepare(args, kwargs)
+        rows = plain_rows(prepared) if off else compressed_rows(prepared)
         read = [prepared.linearized.forward.invars[i] for i in inputs_read(prepared, off)]
         return Report(
             function=function_name(function),

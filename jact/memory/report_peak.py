@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jact.engine.compressed import uncompressed
 from jact.engine.linearize import is_differentiable
 from jact.memory.peak import analyze
 from jact.memory.timeline import Timeline, analyze_over_time
@@ -45,9 +46,8 @@ def gradient_peak(function: Compressed, args: tuple[Any, ...], kwargs: dict[str,
     """Compiles a function's gradient with jact and without, for JAX's default backend."""
     plain_function = copy.copy(function)
     plain_function.policy = None
-    plain = analyze(_gradient(plain_function), args, kwargs).temp_bytes
-    if function.policy is None:
-        return Peak(plain_bytes=plain, bytes=plain)
+    with uncompressed():
+        plain = analyze(_gradient(plain_function), args, kwargs).temp_bytes
     ours, course = analyze_over_time("jact", _gradient(function), (args, kwargs))
     host = None if jax.default_backend() == "cpu" else ours.host_temp_bytes
     found = Peak(plain_bytes=plain, bytes=ours.temp_bytes, host_bytes=host)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 from jact import codecs, compat
-from jact.engine import backward, costs
+from jact.engine import backward, costs, marks
 from jact.engine import program as programs
 from jact.engine.compressed import Prepared
 from jact.engine.graph import module_path, numbered, raw_bytes
@@ -148,8 +147,8 @@ def _residuals(linearized: Linearized) -> list[Var]:
     return list(dict.fromkeys(variables))
 
 
-def plain_rows(prepared: Prepared) -> Iterator[Row]:
-    """The residuals of plain JAX."""
+def plain_rows(prepared: Prepared) -> list[Row]:
+    """The residuals of plain JAX, and the codes of what is compressed by itself."""
     program = prepared.linearized.forward
     makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
     inputs = {v: spec.name for v, spec in zip(program.invars, prepared.inputs, strict=True)}
@@ -159,25 +158,34 @@ def plain_rows(prepared: Prepared) -> Iterator[Row]:
         operands = (origins[v] for v in programs.operands(eqn))
         origins |= dict.fromkeys(eqn.outvars, origin_of_result(operands, costs.is_dear(eqn)))
     counts: Counter[str] = Counter()
+    rows: dict[str, Row] = {}
     for var in plain_residuals(prepared):
-        name = _name(makers[var]) if var in makers else inputs[var]
-        line = compat.source_line(makers[var].source_info) if var in makers else ""
         aval: Any = var.aval
         size = raw_bytes(aval)
-        of_weights = isinstance(origins[var], int)
-        yield Row(
-            name=numbered(name, counts[name]),
-            kind=_kind("JAX saves it", str(aval.dtype), size, of_weights),
-            line=line,
+        eqn = makers.get(var)
+        found = () if eqn is None else marks.find(eqn, eqn.outvars.index(var))
+        base = f"{module_path(eqn)}{found[0].name}" if found else inputs.get(var) or _name(eqn)
+        if found and found[0].part:
+            # Of one code, the first array comes first.
+            name = numbered(base, counts[base] - 1)
+        else:
+            name = numbered(base, counts[base])
+            counts[base] += 1
+        row = Row(
+            name=name,
+            kind=_kind("JAX saves it", str(aval.dtype), size, isinstance(origins[var], int)),
+            line=compat.source_line(eqn.source_info) if eqn is not None else "",
             shape=tuple(aval.shape),
             dtype=str(aval.dtype),
             bytes=size,
             codec="keep",
-            saved_bytes=size,
+            saved_bytes=0,
             exact=True,
             why="JAX saves it",
         )
-        counts[name] += 1
+        row = rows.get(name) or (_marked_row(name, found[0]) if found else row)
+        rows[name] = dataclasses.replace(row, saved_bytes=row.saved_bytes + size)
+    return list(rows.values())
 
 
 def _name(eqn: Equation) -> str:
