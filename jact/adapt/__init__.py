@@ -1,0 +1,6 @@
+"""Adaptation: how much each residual's compression hurts the gradient, and what to do about it."""
+
+from jact.adapt.sensitivity import Probe, sensitivity
+from jact.adapt.table import Layout, Sensitivities
+
+__all__ = ["Layout", "Probe", "Sensitivities", "sensitivity"]
