@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jact import codecs, policy
+from jact import codecs
 from jact.codecs import Codec
 from jact.plan import Plan
 from jact.policy import Policy
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
