@@ -168,8 +168,8 @@ def _decoded(entry: Saved, code: Any) -> Any:
 def _dithered(entry: Saved, code: Any) -> Any:
     """A decoded value in float32, spread evenly over the step that it was rounded to.
 
-    What was rounded to 8 bits has no error left to make at 8 bits. The ends of a group's range stay:
-    the zeros behind a ReLU are such, and make no error ever.
+    What was rounded to 8 bits has no error left to make at 8 bits. The ends of a group's range
+    stay: the zeros behind a ReLU are such, and make no error ever.
     """
     x = _decoded(entry, code).astype(jnp.float32)
     if entry.codec != STORAGE:

@@ -76,6 +76,8 @@ class _BackwardPass:
         self._tokens = _tokens(self._eqns, linearized.cotangent_inputs)
         # Where an equation reads residuals alone, they wait for the cotangent that was used last.
         self._latest: list[Any] = list(cotangents)[:1]
+        # What came from outside is all there from the beginning. Of several cotangents that are,
+        # each equation's could be used at once, so residuals also wait for what came out last.
         self._given = set(linearized.cotangent_inputs)
         self._previous: Any = None
         # The gradients that no later decoding has waited for yet.
@@ -107,8 +109,8 @@ class _BackwardPass:
         ready = [v for v in self._env if v in self._unsettled and v not in waiting]
         before = [self._env[v] for v in ready]
         cotangents = [self._env[v] for v in waiting] or self._latest
-        if self._previous is not None and self._given.issuperset(waiting):
-            cotangents = [*cotangents, self._previous]
+        if waiting and len(self._given) > 1 and self._given.issuperset(waiting):
+            cotangents += [] if self._previous is None else [self._previous]
         values, waited, gradients = self._residuals.get(
             [self._atoms[v] for v in wanted],
             cotangents,
