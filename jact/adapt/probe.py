@@ -9,7 +9,7 @@ derivative of <z, g(r)>, which one further reverse pass gives for every element 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jact import compat
 from jact.adapt import layout as layouts
 from jact.adapt.table import Layout
 from jact.adapt.taps import STORAGE, BiasTaps, Rounding, VarianceTaps
-from jact.codecs import Codec, Keep, Mask, Offload, PoolResidual, Quantize
+from jact.codecs import Cast, Codec, Keep, Mask, PoolResidual, Quantize
+from jact.codecs.offload import on_device
 from jact.engine.compressed import compressed
 from jact.engine.instrumented import Instrument, instrumented
 from jact.engine.linearize import is_differentiable
@@ -65,8 +66,10 @@ class Probe:
             argnums: as for `jact.value_and_grad`.
             has_aux: as for `jact.value_and_grad`.
             samples: how many random directions the statistics are averaged over.
-            bias: whether biases are estimated, which takes a gradient and two further backward
-                passes for each codec that is biased, and for the one of the fewest bits.
+            bias: whether biases are estimated. It takes two gradients and a further backward pass
+                for each codec whose errors are not independent (averages; rounding to the nearest
+                below 4 bits), and for the one that rounds at random to the fewest bits, if those
+                are two or fewer.
 
         Raises:
             TypeError: when `codecs` or `policy` is of the wrong type.
@@ -180,13 +183,16 @@ class Probe:
             (found,) = pull(_signs(k, gradients))
             error += _stack(layout, found) / self._samples
         bias = jnp.zeros_like(error)
-        if self._bias and layout.names and (chosen := _with_bias(layout.codecs)):
-            seeds = jax.random.bits(seed_key, (len(chosen),), jnp.uint32)
+        if self._bias:
+            chosen = _with_bias(layout.codecs) if layout.names else []
+            measured = jnp.zeros((0, len(layout.names), 3), jnp.float32)
+            if chosen:
+                seeds = jax.random.bits(seed_key, (len(chosen),), jnp.uint32)
 
-            def of_codec(_: None, codec_and_seed: Any) -> tuple[None, Any]:
-                return None, self._bias_of(pass_, values, gradients, *codec_and_seed)
+                def of_codec(_: None, codec_and_seed: Any) -> tuple[None, Any]:
+                    return None, self._bias_of(pass_, values, gradients, *codec_and_seed)
 
-            _, measured = lax.scan(of_codec, None, (jnp.array(chosen, jnp.int32), seeds))
+                _, measured = lax.scan(of_codec, None, (jnp.array(chosen, jnp.int32), seeds))
             error, bias = _with_biases(layout.codecs, chosen, error, measured)
         squared = sum((_squared_norm(g) for g in gradients), jnp.float32(0))
         return outs, gradients, {"error": error, "bias": bias, "gradient": squared}
@@ -294,28 +300,41 @@ class _Pass:
 
 
 def _with_bias(codecs: Sequence[Codec]) -> list[int]:
-    """The positions of codecs whose bias is to be estimated.
+    """The positions of codecs whose bias is to be measured.
 
     Of those that round at random it is that of the fewest bits: nonlinear functions of a decoded
     value are biased by its variance, which at four bits hardly matters.
     """
-    fewest = min((c.bits for c in codecs if isinstance(c, Quantize) and is_unbiased(c)), default=8)
+    random = [codec.bits for codec in map(on_device, codecs) if _is_random_quantizer(codec)]
+    fewest = min(random, default=8)
     return [
         i
-        for i, c in enumerate(codecs)
-        if not is_unbiased(c) or (isinstance(c, Quantize) and c.bits == fewest <= 2)
+        for i, codec in enumerate(map(on_device, codecs))
+        if not errs_independently(codec)
+        or (fewest <= 2 and _is_random_quantizer(codec) and codec.bits == fewest)
     ]
 
 
-def is_unbiased(codec: Codec) -> bool:
-    """Whether what a codec decodes is, on average, what was encoded."""
-    if isinstance(codec, Offload):
-        return is_unbiased(codec.inner)
+def errs_independently(codec: Codec) -> bool:
+    """Whether the errors of a residual's elements are as good as independent of each other.
+
+    They are where rounding is random, or fine enough for its errors to look random.
+    """
+    codec = on_device(codec)
     if isinstance(codec, PoolResidual):
-        return is_unbiased(codec.residual)
+        return errs_independently(codec.residual)
     if isinstance(codec, Quantize):
-        return codec.stochastic and not codec.zero_edge
-    return isinstance(codec, Keep | Mask)
+        return not codec.zero_edge and (codec.stochastic or codec.bits >= 4)
+    return isinstance(codec, Keep | Mask | Cast)
+
+
+def _is_random_quantizer(codec: Codec) -> TypeGuard[Quantize]:
+    return isinstance(codec, Quantize) and codec.stochastic and not codec.zero_edge
+
+
+def _is_deterministic(codec: Codec) -> bool:
+    codec = on_device(codec)
+    return isinstance(codec, Cast) or (isinstance(codec, Quantize) and not codec.stochastic)
 
 
 def _with_biases(
@@ -332,14 +351,16 @@ def _with_biases(
     Returns:
         The expected squared errors and the squared biases, `[residual, codec]`.
     """
-    bias = jnp.zeros_like(error)
     independent = error
+    # What is rounded the same way every time is all bias.
+    deterministic = jnp.array([[_is_deterministic(codec) for codec in codecs]])
+    bias = jnp.where(deterministic, error, jnp.zeros_like(error))
     for i, (moved, random, total) in zip(chosen, jnp.moveaxis(measured, -1, 1), strict=True):
-        if is_unbiased(codecs[i]):
+        if errs_independently(codecs[i]):
             # The bias is that of curvature, proportional to the variance.
             curvature = jnp.maximum(moved, 0)
-            for j, codec in enumerate(codecs):
-                if isinstance(codec, Quantize) and is_unbiased(codec):
+            for j, codec in enumerate(map(on_device, codecs)):
+                if _is_random_quantizer(codec):
                     share = _ratio(independent[:, j], independent[:, i])
                     bias = bias.at[:, j].set(curvature * jnp.square(share))
                     error = error.at[:, j].set(independent[:, j] + bias[:, j])
