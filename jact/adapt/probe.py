@@ -148,6 +148,12 @@ class Probe:
         """
         residuals = layouts.find(traced, self.basis)
         layout = residuals.layout(self.codecs)
+        inside = [n for n in layout.names if any("shard_map" in p for p in n.split("/")[:-1])]
+        if inside:
+            raise NotImplementedError(
+                f"the local method does not reach into shard_map, where {', '.join(inside)} are "
+                'saved; use method="exact"'
+            )
         pass_ = _Pass(traced, residuals, layout)
         num_consts = len(traced.closed.consts)
 

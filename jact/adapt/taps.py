@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jact import compat
 from jact.adapt.table import Layout
 from jact.codecs import Codec, Keep, Quantize
 from jact.codecs.offload import on_device
@@ -146,8 +147,8 @@ def _tap(aval: Any, statistics: Callable[[Any, Any], Any]) -> Callable[[Any, Any
 
     @jax.custom_vjp
     def tap(residuals: Any, row: Any) -> Any:
-        del residuals, row
-        return jnp.zeros(aval.shape, aval.dtype)
+        del row
+        return compat.varying_like(jnp.zeros(aval.shape, aval.dtype), residuals)
 
     def tap_forward(residuals: Any, row: Any) -> tuple[Any, Any]:
         return tap(residuals, row), residuals
@@ -158,7 +159,7 @@ def _tap(aval: Any, statistics: Callable[[Any, Any], Any]) -> Callable[[Any, Any
         return None, statistics(residuals, cotangent)
 
     tap.defvjp(tap_forward, tap_backward)
-    return tap
+    return lambda residuals, row: tap(residuals, compat.varying_like(row, residuals))
 
 
 def _decoded(entry: Saved, code: Any) -> Any:

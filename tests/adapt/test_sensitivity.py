@@ -257,10 +257,10 @@ def test_in_a_mapped_region() -> None:
         return jnp.sum(layer(w, x) ** 2) / ROWS
 
     policy = jact.Policy(default="int4", min_bytes=0)
-    local = jact.sensitivity(loss, ["int4"], policy=policy)(W, X)
-    exact = jact.sensitivity(loss, ["int4"], policy=policy, method="exact", samples=8)(W, X)
-    assert local.names and local.names == exact.names
-    np.testing.assert_allclose(local.error[:, 1], exact.error[:, 1], rtol=0.35)
+    exact = jact.sensitivity(loss, ["int4"], policy=policy, method="exact")(W, X)
+    assert (exact.error[:, 1] > 0).all()
+    with pytest.raises(NotImplementedError, match="does not reach into shard_map"):
+        jact.sensitivity(loss, ["int4"], policy=policy)(W, X)
 
 
 # The table.
