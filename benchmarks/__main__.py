@@ -15,6 +15,7 @@ from benchmarks import (
     options,
     output,
     peak,
+    sensitivity,
     time,
     timeline,
 )
@@ -28,6 +29,7 @@ COMMANDS = {
     "fidelity": fidelity,
     "flax": flax,
     "frontier": frontier,
+    "sensitivity": sensitivity,
     "codecs": codecs,
     "kernels": kernels,
 }
@@ -67,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows = [row for case in options.cases(chosen) for row in command.measure(case, chosen)]
     except jact.memory.MissingPluginError as error:
         parser.error(str(error))
-    output.write(chosen.command, rows, command.COLUMNS, chosen.json)
+    line = getattr(command, "LINE", "policy")
+    output.write(chosen.command, rows, command.COLUMNS, chosen.json, line=line)
     if hasattr(command, "finish"):
         command.finish(rows, chosen)
 

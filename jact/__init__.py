@@ -4,6 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jact import codecs, memory, presets
+from jact.adapt.sensitivity import sensitivity
+from jact.adapt.table import Sensitivities
 from jact.memory.report import Report, report
 from jact.plan import Plan
 from jact.policy import Policy, Rule
@@ -19,6 +21,7 @@ __all__ = [
     "Policy",
     "Report",
     "Rule",
+    "Sensitivities",
     "codecs",
     "compress",
     "grad",
@@ -27,6 +30,7 @@ __all__ = [
     "nnx",
     "presets",
     "report",
+    "sensitivity",
     "value_and_grad",
 ]
 

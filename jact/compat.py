@@ -326,6 +326,17 @@ def cotangent_type(aval: Any) -> Any:
     return convert().strip_weak_type()
 
 
+def varying_like(x: Any, tree: Any) -> Any:
+    """A value, said to differ between the devices of a mapped region wherever arrays do."""
+
+    def axes(y: Any) -> frozenset[str]:
+        kind = getattr(jax.typeof(y), "manual_axis_type", None)
+        return frozenset(getattr(kind, "varying", ()))
+
+    missing = frozenset().union(*map(axes, jax.tree.leaves(tree))) - axes(x)
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """The numbers of constants and of carried values among a `scan` equation's operands."""
     consts, carry, _ = eqn.params["ft_in"].unpack()
