@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax._src import config as _config
+from jax._src import mesh as _mesh
 from jax.core import Tracer
 from jax.extend import core as jex
 from jax.extend import source_info_util
@@ -281,3 +283,65 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 def is_ref(aval: Any) -> bool:
     """Whether a type is that of a mutable array reference."""
     return type(aval).__name__ == "AbstractRef"
+
+
+def _settings() -> list[Any]:
+    """JAX's settings that a context manager changes for the thread it runs in."""
+    members = (*vars(_config).values(), *vars(_mesh).values(), *_config.config_states.values())
+    found = [x for x in members if isinstance(x, _config.config_ext.Config)]
+    return list({id(x): x for x in found}.values())
+
+
+def thread_settings() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What context managers have changed in this thread, as a context for another thread.
+
+    Meshes, precisions and promotion rules are among it: a function traced in another thread would
+    become a different one without them.
+    """
+    values = [(c, c.get_local()) for c in _settings()]
+    values = [(c, value) for c, value in values if value is not _config.config_ext.unset]
+    environment = _mesh.thread_resources.env
+
+    @contextlib.contextmanager
+    def settings() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, _mesh.thread_resources, "env", _mesh.thread_resources.env)
+            _mesh.thread_resources.env = environment
+            for setting, value in values:
+                stack.callback(setting.set_local, setting.swap_local(value))
+            yield
+
+    return settings
+
+
+#: What jact's functions do while they are traced. JAX keeps what it has traced of inner functions
+#: (`jax.jit`, the bodies of loops) by the function and by its own settings, so only a setting keeps
+#: two modes apart. JAX has no public way to add one.
+_trace_mode = _config.string_or_object_state(
+    name="jact_trace_mode",
+    default=None,
+    help="What functions with an adaptive policy do while they are traced.",
+    include_in_jit_key=True,
+    include_in_trace_context=True,
+)
+
+
+def trace_mode() -> Any:
+    """The mode that functions are traced in; see `trace_in`."""
+    return _trace_mode.value
+
+
+def trace_in(mode: Any) -> contextlib.AbstractContextManager[None]:
+    """Sets, for this thread, the mode that functions are traced in.
+
+    What is traced, or called from JAX's caches, in one mode never serves another.
+
+    Args:
+        mode: hashable; modes that are equal trace alike.
+    """
+    return _trace_mode(mode)  # type: ignore[return-value]
+
+
+def current_scopes() -> str:
+    """The name stack at this point of a trace, such as `jvp(Model)/Block_0`."""
+    return str(source_info_util.current_name_stack())

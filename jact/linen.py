@@ -18,8 +18,7 @@ from flax.core import lift
 
 from jact import compat
 from jact.engine.trace import function_name, keep_filter
-from jact.plan import Plan
-from jact.policy import Policy
+from jact.plan import Resolved
 from jact.transform import Compressed
 
 type Keep = int | str | Sequence[int | str]
@@ -39,7 +38,7 @@ def is_target(target: Any) -> bool:
 
 
 def compress(
-    target: Any, policy: Policy | Plan | None, keep: Keep, methods: Sequence[str] | None
+    target: Any, policy: Resolved | None, keep: Keep, methods: Sequence[str] | None
 ) -> Any:
     """Compresses a Linen class, a partial of one, or an instance; see `jact.compress`."""
     if isinstance(target, nn.Module):
@@ -103,9 +102,7 @@ def method(function: Compressed, owner: type) -> Callable[..., Any]:
     return nn.transforms.lift_transform(_lift, fun, function.policy, function.is_kept)
 
 
-def _lift(
-    fun: Callable[..., Any], policy: Policy | Plan | None, is_kept: IsKept
-) -> Callable[..., Any]:
+def _lift(fun: Callable[..., Any], policy: Resolved | None, is_kept: IsKept) -> Callable[..., Any]:
     """Lifts a function of scopes and other arguments, as `flax.core.lift.checkpoint` does."""
 
     def lifted(scopes: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +142,7 @@ def _lift(
 
 @functools.lru_cache(maxsize=256)
 def _class(
-    cls: type[nn.Module], policy: Policy | Plan, keep: Any, methods: tuple[str, ...]
+    cls: type[nn.Module], policy: Resolved, keep: Any, methods: tuple[str, ...]
 ) -> type[nn.Module]:
     options = {}
     for name in methods:
@@ -163,7 +160,7 @@ def _class(
 
 
 def _instance(
-    module: nn.Module, policy: Policy | Plan | None, keep: Keep, methods: Sequence[str] | None
+    module: nn.Module, policy: Resolved | None, keep: Keep, methods: Sequence[str] | None
 ) -> Any:
     if policy is None:
         return module

@@ -23,7 +23,7 @@ from jact.engine.trace import function_name
 from jact.memory import report_render
 from jact.memory.peak import analyze
 from jact.memory.peak import peak as compiled_peak
-from jact.plan import Plan, PolicyLike
+from jact.plan import Adaptive, Plan, PolicyLike, Resolved
 from jact.policy import Policy
 from jact.transform import Compressed, as_compressed
 
@@ -314,9 +314,11 @@ def _inputs_read(prepared: Prepared, off: bool) -> list[int]:
     return [i for i, var in enumerate(prepared.linearized.forward.invars) if var in read]
 
 
-def _describe(policy: Policy | Plan | None) -> str:
+def _describe(policy: Resolved | None) -> str:
     if policy is None:
         return "off"
+    if isinstance(policy, Adaptive):
+        return f"a controller with {_describe(policy.current)}"
     if isinstance(policy, Plan):
         return f"a plan made from {_describe(policy.basis)}"
     default = policy.default if isinstance(policy.default, str) else policy.default.name
