@@ -4,7 +4,18 @@ import argparse
 from collections.abc import Sequence
 
 import jact.memory
-from benchmarks import codecs, fidelity, flax, frontier, kernels, options, output, peak, time
+from benchmarks import (
+    codecs,
+    fidelity,
+    flax,
+    frontier,
+    kernels,
+    options,
+    output,
+    peak,
+    sensitivity,
+    time,
+)
 
 COMMANDS = {
     "peak": peak,
@@ -12,6 +23,7 @@ COMMANDS = {
     "fidelity": fidelity,
     "flax": flax,
     "frontier": frontier,
+    "sensitivity": sensitivity,
     "codecs": codecs,
     "kernels": kernels,
 }
@@ -51,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows = [row for case in options.cases(chosen) for row in command.measure(case, chosen)]
     except jact.memory.MissingPluginError as error:
         parser.error(str(error))
-    output.write(chosen.command, rows, command.COLUMNS, chosen.json)
+    line = getattr(command, "LINE", "policy")
+    output.write(chosen.command, rows, command.COLUMNS, chosen.json, line=line)
     if hasattr(command, "finish"):
         command.finish(rows, chosen)
 

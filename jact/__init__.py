@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from jact import codecs, memory, presets
 from jact.adapt.controller import Controller
+from jact.adapt.sensitivity import sensitivity
+from jact.adapt.table import Sensitivities
 from jact.memory.report import Report, report
 from jact.plan import Plan
 from jact.policy import Policy, Rule
@@ -21,6 +23,7 @@ __all__ = [
     "Policy",
     "Report",
     "Rule",
+    "Sensitivities",
     "codecs",
     "compress",
     "grad",
@@ -29,6 +32,7 @@ __all__ = [
     "nnx",
     "presets",
     "report",
+    "sensitivity",
     "value_and_grad",
 ]
 

@@ -14,6 +14,7 @@ from benchmarks.models.graph import gcn
 from benchmarks.models.lstm import lstm
 from benchmarks.models.mlp import mlp
 from benchmarks.models.resnet import resnet
+from benchmarks.models.resnet20 import resnet20
 from benchmarks.models.scanned import ScannedTransformer
 from benchmarks.models.swin import swin
 from benchmarks.models.task import DTYPES, Task, Wrap
@@ -90,6 +91,7 @@ MODELS: dict[str, Model] = {
         functools.partial(transformer, width=256, heads=4, length=256), batch=8, layers=4
     ),
     "resnet50": Model(resnet, batch=64, layers=16),
+    "resnet20": Model(resnet20, batch=64, layers=9),
     "bert_large": Model(bert, batch=8, layers=24),
     "vit_b16": Model(vit, batch=32, layers=12),
     "swin_tiny": Model(swin, batch=32, layers=6),

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jact.adapt.allocate import Allocation, allocate
+from jact.adapt.modes import Plans
 from jact.adapt.table import Layout, Sensitivities
-from jact.adapt.taps import Plans
 from jact.codecs import Offload
 from jact.codecs.quantize import BITS
 from jact.memory.sizes import format_size, parse_size

@@ -14,13 +14,13 @@ from typing import Any, Literal
 import numpy as np
 
 from jact import compat
-from jact.adapt import decide, history, taps
+from jact.adapt import decide, history, modes
 from jact.adapt.budget import Budget
 from jact.adapt.decide import Decision
 from jact.adapt.history import Adaptation, joined
-from jact.adapt.layout import candidates
+from jact.adapt.modes import Fixed, Listing, Plans, Probing
+from jact.adapt.probe import Probe
 from jact.adapt.steps import Arguments, Program, Steps
-from jact.adapt.taps import Fixed, Listing, Plans, Probing
 from jact.codecs import Codec
 from jact.plan import Plan, PolicyLike, resolve
 from jact.policy import Policy
@@ -138,7 +138,11 @@ class Controller:
         self._owner = object()
         self._basis = _basis(policy, bits)
         self._mode = Probing(
-            self._owner, self._basis, candidates(codecs), sensitivity, _at_least(0, seed, "seed")
+            owner=self._owner,
+            basis=self._basis,
+            probe=Probe(_nothing, codecs, policy=self._basis),
+            method=sensitivity,
+            seed=_at_least(0, seed, "seed"),
         )
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self._steps: Steps | None = None
@@ -239,12 +243,12 @@ class Controller:
         """Calls a compressed function whose policy this is; see `jact.plan.Adaptive`."""
         mode = compat.trace_mode()
         if isinstance(mode, Probing) and mode.owner is self._owner:
-            return taps.run_probing(function, args, kwargs, mode)
+            return modes.run_probing(function, args, kwargs, mode)
         if isinstance(mode, Listing) and mode.owner is self._owner:
-            return taps.run_listing(function, args, kwargs, mode)
+            return modes.run_listing(function, args, kwargs, mode)
         if not (isinstance(mode, Fixed) and mode.owner is self._owner):
             mode = Fixed(self._owner, self._plans or (), self._basis)
-        return taps.run_fixed(function, args, kwargs, mode)
+        return modes.run_fixed(function, args, kwargs, mode)
 
     # Between two steps.
 
@@ -540,6 +544,10 @@ def _at_least(least: int, value: int, name: str) -> int:
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     return value
+
+
+def _nothing() -> None:
+    """Stands for a function that is known only when a step is traced."""
 
 
 def _name(fun: Callable[..., Any]) -> str:

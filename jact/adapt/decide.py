@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jact.adapt import taps
+from jact.adapt import modes
 from jact.adapt.allocate import Allocation
 from jact.adapt.budget import Budget, Landscape, guessed
 from jact.adapt.fit import Model, fit
 from jact.adapt.history import Adaptation, joined
+from jact.adapt.modes import Plans, Probing
 from jact.adapt.steps import Arguments, Steps
 from jact.adapt.table import Sensitivities
-from jact.adapt.taps import Plans, Probing
 
 logger = logging.getLogger("jact.adapt")
 
@@ -157,7 +157,7 @@ def noise_of(
     for place, table in zip(landscape.places, landscape.tables, strict=True):
         own, rest = rest[: len(table.names)], rest[len(table.names) :]
         variance = table.error[np.arange(len(own)), own] - table.bias[np.arange(len(own)), own]
-        spread = taps.spread(figures[place])
+        spread = modes.spread(figures[place])
         if spread:
             ratios.append(float(variance.sum()) / float(figures[place]["count"]) / spread)
     return max(ratios, default=None)

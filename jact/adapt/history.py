@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jact.adapt.taps import Plans
+from jact.adapt.modes import Plans
 from jact.memory.sizes import format_size
 from jact.plan import Plan
 

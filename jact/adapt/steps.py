@@ -14,7 +14,7 @@ import numpy as np
 
 from jact import compat, doors
 from jact.adapt import hoist
-from jact.adapt.taps import Fixed, Listing, Plans, Probing
+from jact.adapt.modes import Fixed, Listing, Plans, Probing
 from jact.memory.sizes import format_size
 from jact.policy import Policy
 

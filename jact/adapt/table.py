@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jact import codecs, policy
+from jact.adapt import table_render
 from jact.codecs import Codec
 from jact.plan import Plan
 from jact.policy import Policy
@@ -110,6 +111,78 @@ class Sensitivities:
             relative = np.where(self.error == 0, 0.0, self.error / self.gradient)
         return 1 / np.sqrt(1 + relative)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """One dictionary for each residual and codec that can store it; pandas takes the list.
+
+        "error" and "bias" are relative to the squared norm of the gradient.
+        """
+        gradient = self.gradient or 1.0
+        return [
+            {
+                "residual": name,
+                "codec": codec.name,
+                "error": float(self.error[i, j] / gradient),
+                "bias": float(self.bias[i, j] / gradient),
+                "cosine": float(self.cosine[i, j]),
+                "bytes": int(self.nbytes[i, j]),
+                "raw_bytes": int(self.raw_bytes[i]),
+            }
+            for i, name in enumerate(self.names)
+            for j, codec in enumerate(self.codecs)
+            if np.isfinite(self.error[i, j])
+        ]
+
+    def to_json(self) -> str:
+        """The table as a JSON document; infinite errors are written as null."""
+        arrays = {f: getattr(self, f) for f in ("error", "bias", "nbytes", "raw_bytes")}
+        cosine = self.measured_cosine
+        data = {name: _finite(array.tolist()) for name, array in arrays.items()} | {
+            "names": list(self.names),
+            "codecs": [codecs.to_json(codec) for codec in self.codecs],
+            "gradient": _finite(self.gradient),
+            "basis": policy.to_json(self.basis),
+            "measured_cosine": None if cosine is None else cosine.tolist(),
+        }
+        return json.dumps(data)
+
+    @classmethod
+    def from_json(cls, text: str) -> Sensitivities:
+        """The table that `to_json` wrote.
+
+        Raises:
+            ValueError: when the text is something else.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            shape = (len(data["names"]), len(data["codecs"]))
+            cosine = data["measured_cosine"]
+            return cls(
+                tuple(data["names"]),
+                tuple(codecs.from_json(codec) for codec in data["codecs"]),
+                _array(data["error"], np.float64).reshape(shape),
+                _array(data["bias"], np.float64).reshape(shape),
+                _array(data["nbytes"], np.int64).reshape(shape),
+                _array(data["raw_bytes"], np.int64),
+                float(_array(data["gradient"], np.float64)),
+                policy.from_json(data["basis"]),
+                None if cosine is None else np.array(cosine, np.float64).reshape(shape),
+            )
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"the text is not that of sensitivities: {error}") from error
+
+    def plot(self) -> Figure:
+        """Draws the relative error of each residual, one line per codec, and the bytes beside it.
+
+        Needs matplotlib. The figure is the caller's to show or save.
+        """
+        return table_render.plot(self)
+
+    def __str__(self) -> str:
+        return table_render.text(self)
+
+    def __rich__(self) -> Any:
+        return table_render.table(self)
+
     def plan(self, choice: Sequence[int] | Mapping[str, int | Codec | str]) -> Plan:
         """The plan that stores each residual with one of the candidates.
 
@@ -138,7 +211,7 @@ class Sensitivities:
         return Plan(tuple(zip(self.names, chosen, strict=True)), self.basis)
 
     def _codec(self, residual: int, entry: Any) -> Codec:
-        if isinstance(entry, str) or isinstance(entry, Codec):
+        if isinstance(entry, str | Codec):
             return codecs.resolve(entry)
         if not 0 <= entry < len(self.codecs):
             raise ValueError(f"choice must hold positions below {len(self.codecs)}, got {entry}")
@@ -146,3 +219,20 @@ class Sensitivities:
             name = self.names[residual]
             raise ValueError(f"{self.codecs[entry].name} cannot store {name}")
         return self.codecs[entry]
+
+
+def _finite(value: Any) -> Any:
+    """Numbers, or lists of lists of them, with None in the place of what JSON has no word for."""
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return value if np.isfinite(value) else None
+
+
+def _array(value: Any, dtype: Any) -> np.ndarray:
+    return np.array(_infinite(value), dtype)
+
+
+def _infinite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_infinite(entry) for entry in value]
+    return np.inf if value is None else value

@@ -1,266 +1,190 @@
-"""What a function whose policy is a controller does while a training step is traced.
-
-A controller traces the step in a mode, which it sets by `compat.trace_in`. In a `Fixed` one each
-function follows the plan for its place in the step. In a `Probing` one it also measures, in its
-backward pass, how far the gradient would err for each residual and codec, and marks the figures for
-`hoist.collect`.
-"""
+"""What looks into a probe's passes: zeros that catch derivatives, and roundings."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jact import compat
-from jact.adapt import hoist, layout, probe
 from jact.adapt.table import Layout
 from jact.codecs import Codec, Keep, Quantize
-from jact.codecs.quantize import BITS
-from jact.engine.compressed import compressed
-from jact.engine.graph import scope_path
-from jact.engine.linearize import is_differentiable
-from jact.engine.origins import Input
-from jact.engine.trace import Traced
-from jact.plan import Plan
-from jact.policy import Policy
-from jact.transform import Compressed
+from jact.codecs.offload import on_device
+from jact.engine.select import Saved
 
-#: Draws and columns of the sketch of a gradient. The square of its norm is that of the gradient's,
-#: up to a relative error between `sqrt(2 / draws)`, 25 %, and `sqrt(2 / draws / columns)`, 9 %.
-SKETCH = (32, 8)
+#: How a probe stores what its own backward passes read. Its ranges are stored as `_dithered` reads
+#: them.
+STORAGE = Quantize(bits=8)
 
-#: Plans by the place of the function that each is for.
-type Plans = tuple[tuple[str, Plan], ...]
+
+def usable(layout: Layout, name: str) -> list[Codec]:
+    """The codecs of a layout, with `Keep()` in the place of those that cannot store a residual."""
+    supported = layout.supported[layout.names.index(name)]
+    return [on_device(c) if s else Keep() for c, s in zip(layout.codecs, supported, strict=True)]
+
+
+def round_trip(codecs: Sequence[Codec], index: Any, x: Any, seed: Any) -> Any:
+    """An array as one of some codecs brings it back; which one is known at run time."""
+
+    def branch(codec: Codec) -> Callable[[Any], Any]:
+        return lambda x: codec.decode(codec.encode(x, seed), x.shape, x.dtype)
+
+    return lax.switch(index, [branch(codec) for codec in codecs], x)
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed:
-    """Functions follow plans.
+class Rounding:
+    """An instrument that stores residuals as one codec would.
 
-    Attributes:
-        owner: whose functions; those of other controllers follow their own.
-        plans: by place.
-        default: for a place without a plan.
+    Its operands are the position of the residual to round, or -1 for all of them; the position of
+    the codec; and the seed of the rounding.
     """
 
-    owner: object
-    plans: Plans
-    default: Policy | Plan
+    layout: Layout
+
+    def replace(self, name: str, entry: Saved, value: Any, operands: Any) -> Any:
+        """The value, rounded if it is its turn."""
+        del entry
+        if name not in self.layout.names:
+            return value
+        residual, codec, seed = operands
+        chosen = (residual == self.layout.names.index(name)) | (residual < 0)
+        index = jnp.where(chosen, codec, 0)
+        return round_trip(usable(self.layout, name), index, value, _seed(name, seed))
+
+    def deviates(self, name: str) -> bool:
+        """Nothing is added."""
+        del name
+        return False
+
+    def deviate(self, name: str, entry: Saved, code: Any, operands: Any) -> None:
+        """Nothing is added."""
+        del name, entry, code, operands
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Probing:
-    """Functions measure.
+class _Taps:
+    """An instrument that adds zeros to what the backward pass reads.
 
-    Attributes:
-        owner: whose functions.
-        basis: the policy that they follow meanwhile, and that chooses the residuals.
-        codecs: the candidates.
-        method: how errors are estimated: "local" or "exact".
-        seed: of random directions.
-        layouts: the residuals of each function, by place; filled in by the trace.
-        uniform: likewise, int64 `[residual, 4]`: the bytes of each with 1, 2, 4 and 8 bits.
-        calls: how many times the step calls each; once in a loop counts once.
+    The cotangent of the zeros is the derivative of the gradient with respect to the residual, and
+    is reduced to statistics at once, which leave as the cotangent of an operand.
     """
 
-    owner: object
-    basis: Policy
-    codecs: tuple[Codec, ...]
-    method: str
-    seed: int
-    layouts: dict[str, Layout] = dataclasses.field(default_factory=dict)
-    uniform: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    calls: dict[str, int] = dataclasses.field(default_factory=dict)
+    def __init__(self, layout: Layout):
+        self._layout = layout
+
+    def replace(self, name: str, entry: Saved, value: Any, operands: Any) -> Any:
+        """The value itself."""
+        del name, entry, operands
+        return value
+
+    def deviates(self, name: str) -> bool:
+        """Whether it is a residual of the layout."""
+        return name in self._layout.names
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Listing:
-    """Functions list what they save exactly.
+class VarianceTaps(_Taps):
+    """For each codec, the sum of the rounding's variance times the squared derivative.
 
-    Attributes:
-        owner: whose functions.
-        basis: the policy that chooses the residuals.
-        exact: bytes, name and reason of each; filled in by the trace.
+    Its operands are a float32 array `[codec]` for each residual, by name.
     """
 
-    owner: object
-    basis: Policy
-    exact: list[tuple[int, str, str]] = dataclasses.field(default_factory=list)
+    def deviate(self, name: str, entry: Saved, code: Any, operands: Any) -> Any:
+        """Zeros that catch the derivative."""
+        codecs, aval = usable(self._layout, name), entry.value.aval
+
+        def statistics(code: Any, derivative: Any) -> Any:
+            x = _dithered(entry, code)
+            squared = jnp.square(derivative.astype(jnp.float32))
+            sums: list[Any] = []
+            for codec in codecs:
+                sums.append(jnp.sum(codec.variance(x) * squared))
+                # One codec after the other, as each takes some arrays of the residual's size.
+                (x, squared), sums = lax.optimization_barrier(((x, squared), sums))
+            return jnp.stack(sums)
+
+        return _tap(aval, statistics)(code, operands[name])
 
 
-def run_listing(
-    function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Listing
-) -> Any:
-    """Calls a function, and lists what it saves exactly."""
-    prepared = function.under(mode.basis).analyse(args, kwargs)
-    mode.exact.extend((s.stored_bytes, s.name, s.exact) for s in prepared.saved if s.exact)
-    return function.__wrapped__(*args, **kwargs)
+class BiasTaps(_Taps):
+    """For one codec, the product of the derivative and an error that the codec makes.
+
+    The derivative is taken halfway to what the codec brings back, so that the product is the change
+    of the gradient, curvature included. Its operands are a float32 array `[3]` for each residual,
+    by name, for the product, the squared random part of the error and the squared error, the last
+    two summed over the elements; the position of the codec; and the seed of the rounding.
+    """
+
+    def deviate(self, name: str, entry: Saved, code: Any, operands: Any) -> Any:
+        """Half the error, which catches the derivative."""
+        rows, codec, seed = operands
+        codecs, aval = usable(self._layout, name), entry.value.aval
+
+        def statistics(residuals: Any, derivative: Any) -> Any:
+            code, codec, seed = residuals
+            x = _decoded(entry, code)
+            first, second = (
+                round_trip(codecs, codec, x, _seed(name, s)).astype(jnp.float32)
+                for s in (seed, seed + jnp.uint32(1))
+            )
+            error = first - x.astype(jnp.float32)
+            moved = jnp.sum(error * derivative.astype(jnp.float32))
+            random = jnp.sum(jnp.square(first - second)) / 2
+            return jnp.stack([moved, random, jnp.sum(jnp.square(error))])
+
+        x = _decoded(entry, code)
+        d = round_trip(codecs, codec, x, _seed(name, seed)) - x
+        zeros = _tap(aval, statistics)((code, codec, seed), rows[name])
+        return zeros + d * jnp.asarray(0.5, d.dtype)
 
 
-def place_of(name: str) -> str:
-    """The place of a function in the step: the modules around it and its name."""
-    return scope_path(compat.current_scopes()) + name
-
-
-def run_fixed(
-    function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Fixed
-) -> Any:
-    """Calls a function under the plan for its place."""
-    policy = dict(mode.plans).get(place_of(_name(function)), mode.default)
-    return function.under(policy).run(args, kwargs, specialised=True)
-
-
-def run_probing(
-    function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Probing
-) -> Any:
-    """Calls a function, and has its backward pass mark the figures that a controller wants."""
-    traced = function.trace(args, kwargs)
-    traced.specialise()
-    run = compressed(
-        traced.closed,
-        traced.inputs,
-        traced.num_differentiated_outputs,
-        mode.basis,
-        traced.name,
-        weights=traced.weights,
-    )
-    outs = run(*traced.values)
-    moving = [
-        i
-        for i in range(traced.num_differentiated_outputs)
-        if is_differentiable(compat.type_of(outs[i]).dtype)
-    ]
-    tap = _tap(traced, moving, place_of(_name(function)), mode)
-    tapped = tap([outs[i] for i in moving], traced.values)
-    for i, out in zip(moving, tapped, strict=True):
-        outs[i] = out
-    return traced.unflatten(outs)
-
-
-def _name(function: Compressed) -> str:
-    return getattr(function.__wrapped__, "__name__", type(function.__wrapped__).__name__)
-
-
-def _tap(traced: Traced, moving: Sequence[int], place: str, mode: Probing) -> Any:
-    """An identity whose backward pass measures what the cotangents that pass through it lead to."""
+def _tap(aval: Any, statistics: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Zeros of a type, whose cotangent becomes statistics: the cotangent of a row of numbers."""
 
     @jax.custom_vjp
-    def tap(outs: list[Any], values: list[Any]) -> list[Any]:
-        del values
-        return outs
+    def tap(residuals: Any, row: Any) -> Any:
+        del residuals, row
+        return jnp.zeros(aval.shape, aval.dtype)
 
-    def tap_forward(outs: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
-        return outs, values
+    def tap_forward(residuals: Any, row: Any) -> tuple[Any, Any]:
+        return tap(residuals, row), residuals
 
-    def tap_backward(values: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[None]]:
-        still = lax.stop_gradient((values, cotangents))
-        figures = _measure(traced, moving, *still, place, mode)
-        return hoist.emit(cotangents, place, figures), [None] * len(values)
+    def tap_backward(residuals: Any, cotangent: Any) -> tuple[None, Any]:
+        # Else a compiler could begin before the cotangent is there.
+        residuals, cotangent = lax.optimization_barrier((residuals, cotangent))
+        return None, statistics(residuals, cotangent)
 
     tap.defvjp(tap_forward, tap_backward)
     return tap
 
 
-def _measure(
-    traced: Traced,
-    moving: Sequence[int],
-    values: Sequence[Any],
-    cotangents: Sequence[Any],
-    place: str,
-    mode: Probing,
-) -> dict[str, Any]:
-    """The figures of one backward pass; they add up over several."""
-    target = _loss(traced, moving, values, cotangents)
-    residuals = layout.find(target, mode.basis)
-    table = residuals.layout(mode.codecs)
-    mode.layouts[place] = table
-    mode.uniform[place] = residuals.layout([Keep(), *(Quantize(bits=b) for b in BITS)]).nbytes[
-        :, 1:
-    ]
-    measure = probe.exact if mode.method == "exact" else probe.local
-    grads, statistics = measure(target, residuals, table, _key(target.values, place, mode.seed))
-    sketched = _sketch(grads)
-    return {
-        **statistics,
-        "count": jnp.ones(()),
-        "sketch": sketched,
-        "sketch_squared": jnp.sum(sketched**2),
-    }
+def _decoded(entry: Saved, code: Any) -> Any:
+    return entry.codec.decode(code, entry.value.aval.shape, entry.value.aval.dtype)
 
 
-def _loss(
-    traced: Traced, moving: Sequence[int], values: Sequence[Any], cotangents: Sequence[Any]
-) -> Traced:
-    """The function as one of a single result, the sum of its results times their cotangents.
+def _dithered(entry: Saved, code: Any) -> Any:
+    """A decoded value in float32, spread evenly over the step that it was rounded to.
 
-    So its gradient is what the step makes of the function, scaled losses included.
+    What was rounded to 8 bits has no error left to make at 8 bits.
     """
-
-    def loss(*values: Any) -> list[Any]:
-        cts, rest = values[: len(cotangents)], values[len(cotangents) :]
-        num_consts = len(traced.closed.consts)
-        outs = compat.call_jaxpr(traced.closed, rest[:num_consts], rest[num_consts:])
-        products = [
-            jnp.sum(outs[i].astype(jnp.float32) * ct.astype(jnp.float32))
-            for i, ct in zip(moving, cts, strict=True)
-        ]
-        return [sum(products, jnp.zeros(()))]
-
-    result = copy.copy(traced)
-    result.values = [*cotangents, *values]
-    result.closed = jax.make_jaxpr(loss)(*map(compat.type_of, result.values))
-    result.inputs = [Input(f"cotangent {i}", wanted=False) for i in moving] + list(traced.inputs)
-    result.num_differentiated_outputs = 1
-    return result
+    x = _decoded(entry, code).astype(jnp.float32)
+    if entry.codec != STORAGE:
+        return x
+    codes, low, step = code
+    step = STORAGE.decode((jnp.ones_like(codes), jnp.zeros_like(low), step), x.shape, jnp.float32)
+    place = jnp.zeros(x.shape, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(x.ndim)):
+        place += lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= x.shape[axis]
+    # Multiples of the golden ratio fill the interval evenly.
+    turn = (place * jnp.uint32(0x9E3779B9)) >> jnp.uint32(8)
+    uniform = turn.astype(jnp.float32) * jnp.float32(2.0**-24) - jnp.float32(0.5)
+    return x + step * uniform
 
 
-def _key(values: Sequence[Any], place: str, seed: int) -> jax.Array:
-    """A key that differs from batch to batch, but is the same when a run is repeated or resumed."""
-    bits = jnp.uint32(zlib.crc32(place.encode()) ^ seed)
-    for value in values:
-        if is_differentiable(value.dtype):
-            total = jnp.sum(jnp.abs(value).astype(jnp.float32))
-            bits = bits * jnp.uint32(0x9E3779B1) + lax.bitcast_convert_type(total, jnp.uint32)
-    return jax.random.key(bits)
-
-
-def _sketch(grads: Sequence[Any]) -> jax.Array:
-    """Random sums of a gradient, float32 `[draws, columns]`.
-
-    Each element takes part in one sum of each draw, with a random sign that is always the same. So
-    a sketch is linear, and its squared norm is that of the gradient on average (Charikar, Chen and
-    Farach-Colton, Finding Frequent Items in Data Streams, 2002).
-    """
-    draws, columns = SKETCH
-    keys = jax.random.split(jax.random.key(0x6A616374), len(grads))
-    bits = [jax.random.bits(k, g.shape, jnp.uint32) for k, g in zip(keys, grads, strict=True)]
-
-    def sums(carry: None, shift: jax.Array) -> tuple[None, jax.Array]:
-        total = jnp.zeros(columns)
-        for grad, random in zip(grads, bits, strict=True):
-            sign = 1.0 - 2.0 * ((random >> shift) & jnp.uint32(1)).astype(jnp.float32)
-            moved = jnp.real(grad).astype(jnp.float32) * sign
-            rows = jnp.atleast_1d(moved.sum(tuple(range(grad.ndim - 1))))
-            folded = jnp.pad(rows, (0, -rows.size % columns)).reshape(-1, columns)
-            total = total + folded.sum(0)
-        return carry, total
-
-    _, sketch = lax.scan(sums, None, jnp.arange(draws, dtype=jnp.uint32))
-    return sketch / jnp.sqrt(jnp.float32(draws))
-
-
-def spread(figures: dict[str, np.ndarray]) -> float | None:
-    """The variance of a gradient over the batches of one probe; None where there was only one."""
-    count = float(figures["count"])
-    if count < 2:
-        return None
-    mean = figures["sketch"] / count
-    return float((figures["sketch_squared"] / count - (mean**2).sum()) * count / (count - 1))
+def _seed(name: str, seed: Any) -> Any:
+    return jnp.uint32(zlib.crc32(name.encode())) + seed * jnp.uint32(0x9E3779B9)

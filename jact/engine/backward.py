@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jax import lax
@@ -35,6 +37,7 @@ def run_backward(
     inputs: Mapping[int, Any],
     codes: Sequence[Any],
     cotangents: Sequence[Any],
+    deviations: Mapping[Var, Callable[[], Any]] = MappingProxyType({}),
 ) -> list[Any]:
     """Computes the gradients.
 
@@ -44,11 +47,13 @@ def run_backward(
         inputs: the inputs that `inputs_read` names, by position.
         codes: one for each saved value.
         cotangents: one for each of `linearized.cotangents`.
+        deviations: by their variables, what makes what is added to some saved values wherever they
+            are read; called once, when a value is read first.
 
     Returns:
         One gradient for each of `linearized.differentiated`.
     """
-    residuals = _Residuals(linearized, selection, inputs, codes)
+    residuals = _Residuals(linearized, selection, inputs, codes, deviations)
     return _BackwardPass(linearized, residuals, cotangents).run()
 
 
@@ -71,6 +76,8 @@ class _BackwardPass:
         self._tokens = _tokens(self._eqns, linearized.cotangent_inputs)
         # Where an equation reads residuals alone, they wait for the cotangent that was used last.
         self._latest: list[Any] = list(cotangents)[:1]
+        self._given = set(linearized.cotangent_inputs)
+        self._previous: Any = None
         # The gradients that no later decoding has waited for yet.
         self._unsettled = {
             v for v in self._program.outvars if compat.is_var(v) and v not in self._atoms
@@ -99,9 +106,12 @@ class _BackwardPass:
         # operands until then.
         ready = [v for v in self._env if v in self._unsettled and v not in waiting]
         before = [self._env[v] for v in ready]
+        cotangents = [self._env[v] for v in waiting] or self._latest
+        if self._previous is not None and self._given.issuperset(waiting):
+            cotangents = [*cotangents, self._previous]
         values, waited, gradients = self._residuals.get(
             [self._atoms[v] for v in wanted],
-            [self._env[v] for v in waiting] or self._latest,
+            cotangents,
             before,
         )
         self._env.update(zip(wanted, values, strict=True))
@@ -117,6 +127,9 @@ class _BackwardPass:
         for var in programs.operands(eqn):
             if var in self._atoms:
                 self._env.pop(var, None)
+        for var in eqn.outvars:
+            if self._tokens.get(var) is var and is_differentiable(var.aval.dtype):
+                self._previous = self._env[var]
 
 
 def _tokens(eqns: Sequence[Equation], cotangents: Sequence[Var]) -> dict[Var, Var]:
@@ -147,7 +160,9 @@ class _Residuals:
         selection: Selection,
         inputs: Mapping[int, Any],
         codes: Sequence[Any],
+        deviations: Mapping[Var, Callable[[], Any]],
     ):
+        self._deviations = {var: functools.cache(make) for var, make in deviations.items()}
         self._producers = programs.Producers(linearized.forward.eqns)
         self._held = selection.held
         by_reference = {linearized.forward.invars[i]: x for i, x in inputs.items()}
@@ -188,7 +203,7 @@ class _Residuals:
             if compat.is_var(atom):
                 self._last_use[atom] = self._time
         values = [
-            self._at_hand[a]
+            self._moved(a, self._at_hand[a])
             if compat.is_var(a) and a in self._at_hand
             else programs.read(self._made, a)
             for a in wanted
@@ -217,7 +232,8 @@ class _Residuals:
         for var, code in zip(to_decode, codes, strict=True):
             entry, _ = self._saved[var]
             with compat.mesh_of(var.aval):
-                env[var] = on_device(entry.codec).decode(code, var.aval.shape, var.aval.dtype)
+                decoded = on_device(entry.codec).decode(code, var.aval.shape, var.aval.dtype)
+                env[var] = self._moved(var, decoded)
             self._time += not isinstance(entry.codec, codecs.Keep | codecs.Mask)
 
         def hold(eqn: Equation) -> None:
@@ -237,6 +253,9 @@ class _Residuals:
                 self._made[var] = env[var]
                 self._last_use[var] = self._time
         return cotangents, gradients
+
+    def _moved(self, var: Var, value: Any) -> Any:
+        return value + self._deviations[var]() if var in self._deviations else value
 
     def _fetched(self, var: Var) -> Any:
         """The code of a saved value, on the device.

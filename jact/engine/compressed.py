@@ -45,7 +45,7 @@ class Prepared:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Static:
+class Static:
     """Carries static information from the forward to the backward rule, next to the arrays."""
 
     prepared: Prepared
@@ -58,6 +58,7 @@ def prepare(
     num_differentiated_outputs: int,
     policy: Policy | Plan,
     rewritten: bool = True,
+    compress: Callable[..., Callable[..., list[Any]]] | None = None,
 ) -> Prepared:
     """Linearises a traced function and chooses what to save.
 
@@ -68,6 +69,8 @@ def prepare(
         num_differentiated_outputs: how many of the first results are not auxiliary.
         policy: how values are stored.
         rewritten: whether `Rewriter` has its way, or the linearisation is JAX's own.
+        compress: what compresses the bodies of loops and branches, `compressed` when None; called
+            like that.
 
     Returns:
         What the forward and the backward pass need to know.
@@ -79,7 +82,8 @@ def prepare(
         body = compat.as_closed(body)
         constants = [Input(f"constant[{i}]", wanted=False) for i in range(len(body.consts))]
         outs = len(body.jaxpr.outvars)
-        run = compressed(body, [*constants, *body_inputs], outs, body_policy, name, scope)
+        make = compress or compressed
+        run = make(body, [*constants, *body_inputs], outs, body_policy, name, scope)
         return functools.partial(run, *body.consts)
 
     basis = policy.basis if isinstance(policy, Plan) else policy
@@ -132,15 +136,15 @@ def compressed(
 
     def run_forward(*values: Any) -> tuple[list[Any], Any]:
         prepared = prepare(closed, values, inputs, num_differentiated_outputs, policy)
-        seeds = [_seed(entry.name) for entry in prepared.saved]
+        seeds = [seed_of(entry.name) for entry in prepared.saved]
         # The function around a body has second derivatives of its own, which need no body's.
         twice = not scope and _twice_differentiable(prepared)
         detach = lax.stop_gradient if scope or twice else _only_once(name)
         outputs, codes = forward.run_forward(
             prepared.linearized, prepared.selection, values, seeds, scope, detach
         )
-        by_reference = {i: values[i] for i in _inputs_to_keep(prepared, twice)}
-        return outputs, (_Static(prepared), by_reference, codes)
+        by_reference = {i: values[i] for i in inputs_to_keep(prepared, twice)}
+        return outputs, (Static(prepared), by_reference, codes)
 
     def run_backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         static, by_reference, codes = residuals
@@ -172,7 +176,7 @@ def _settle(gradients: Sequence[Any], inputs: Sequence[Input], weights: Sequence
     return result
 
 
-def _inputs_to_keep(prepared: Prepared, twice: bool) -> list[int]:
+def inputs_to_keep(prepared: Prepared, twice: bool) -> list[int]:
     """The inputs that are kept by reference.
 
     A second differentiation needs all that the residuals depend on. Where an input is encoded, or
@@ -260,6 +264,6 @@ def _zeros(like: Any) -> Any:
     return jnp.zeros(like.shape, like.dtype)
 
 
-def _seed(name: str) -> int:
+def seed_of(name: str) -> int:
     """The static part of a residual's rounding noise: stable, and different for every name."""
     return zlib.crc32(name.encode())

@@ -27,6 +27,7 @@ def run_forward(
     seeds: Sequence[Any],
     scope: str = "",
     detach: Callable[[Any], Any] = lax.stop_gradient,
+    replace: Callable[[Saved, Any], Any] = lambda entry, value: value,
 ) -> tuple[list[Any], list[Any]]:
     """Runs the function and encodes what the backward pass needs.
 
@@ -37,6 +38,7 @@ def run_forward(
         seeds: of the rounding noise, one for each saved value.
         scope: the name of the loop whose body this is, ending in a slash; empty if there is none.
         detach: what a value passes through before it is encoded.
+        replace: gives what is encoded in the place of a value.
 
     Returns:
         The function's results and one code for each saved value.
@@ -54,7 +56,7 @@ def run_forward(
             return
         codec = on_device(saved[i].codec)
         with compat.mesh_of(var.aval):
-            codes[i] = codec.encode(detach(env[var]), seeds[i])
+            codes[i] = codec.encode(replace(saved[i], detach(env[var])), seeds[i])
         # What is saved as it is needs no haste: it is its own code.
         if not isinstance(saved[i].codec, codecs.Keep):
             unsettled.append(i)

@@ -220,6 +220,22 @@ def _unchanged_modules(args: Any, name: str) -> Iterator[None]:
             )
 
 
+def split_arrays(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[int, Any], Callable[[dict[int, Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """The arrays among a call's arguments, for `jax.jit`, which takes nothing else.
+
+    Returns:
+        The arrays, and what puts others of their kind into their places.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+
+    def call(arrays: dict[int, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+    return {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}, call
+
+
 def function_name(fun: Callable[..., Any]) -> str:
     """What a user calls a function."""
     return getattr(fun, "__name__", None) or type(fun).__name__

@@ -1,0 +1,268 @@
+"""What a function whose policy is a controller does while a training step is traced.
+
+A controller traces the step in a mode, which it sets by `compat.trace_in`. In a `Fixed` one each
+function follows the plan for its place in the step. In a `Probing` one it also measures, in its
+backward pass, how far the gradient would err for each residual and codec, and marks the figures for
+`hoist.collect`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jact import compat
+from jact.adapt import exact, hoist, layout
+from jact.adapt.probe import Probe
+from jact.adapt.table import Layout
+from jact.codecs import Keep, Quantize
+from jact.codecs.quantize import BITS
+from jact.engine.compressed import compressed
+from jact.engine.graph import scope_path
+from jact.engine.linearize import is_differentiable
+from jact.engine.origins import Input
+from jact.engine.trace import Traced
+from jact.plan import Plan
+from jact.policy import Policy
+from jact.transform import Compressed
+
+#: Draws and columns of the sketch of a gradient. The square of its norm is that of the gradient's,
+#: up to a relative error between `sqrt(2 / draws)`, 25 %, and `sqrt(2 / draws / columns)`, 9 %.
+SKETCH = (32, 8)
+
+#: Plans by the place of the function that each is for.
+type Plans = tuple[tuple[str, Plan], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """Functions follow plans.
+
+    Attributes:
+        owner: whose functions; those of other controllers follow their own.
+        plans: by place.
+        default: for a place without a plan.
+    """
+
+    owner: object
+    plans: Plans
+    default: Policy | Plan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Probing:
+    """Functions measure.
+
+    Attributes:
+        owner: whose functions.
+        basis: the policy that they follow meanwhile, and that chooses the residuals.
+        probe: knows the candidates.
+        method: how errors are estimated: "local" or "exact".
+        seed: of random directions.
+        layouts: the residuals of each function, by place; filled in by the trace.
+        uniform: likewise, int64 `[residual, 4]`: the bytes of each with 1, 2, 4 and 8 bits.
+        calls: how many times the step calls each; once in a loop counts once.
+    """
+
+    owner: object
+    basis: Policy
+    probe: Probe
+    method: str
+    seed: int
+    layouts: dict[str, Layout] = dataclasses.field(default_factory=dict)
+    uniform: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    calls: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Listing:
+    """Functions list what they save exactly.
+
+    Attributes:
+        owner: whose functions.
+        basis: the policy that chooses the residuals.
+        exact: bytes, name and reason of each; filled in by the trace.
+    """
+
+    owner: object
+    basis: Policy
+    exact: list[tuple[int, str, str]] = dataclasses.field(default_factory=list)
+
+
+def run_listing(
+    function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Listing
+) -> Any:
+    """Calls a function, and lists what it saves exactly."""
+    prepared = function.under(mode.basis).analyse(args, kwargs)
+    mode.exact.extend((s.stored_bytes, s.name, s.exact) for s in prepared.saved if s.exact)
+    return function.__wrapped__(*args, **kwargs)
+
+
+def place_of(name: str) -> str:
+    """The place of a function in the step: the modules around it and its name."""
+    return scope_path(compat.current_scopes()) + name
+
+
+def run_fixed(
+    function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Fixed
+) -> Any:
+    """Calls a function under the plan for its place."""
+    policy = dict(mode.plans).get(place_of(_name(function)), mode.default)
+    return function.under(policy).run(args, kwargs, specialised=True)
+
+
+def run_probing(
+    function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Probing
+) -> Any:
+    """Calls a function, and has its backward pass mark the figures that a controller wants."""
+    traced = function.trace(args, kwargs)
+    traced.specialise()
+    run = compressed(
+        traced.closed,
+        traced.inputs,
+        traced.num_differentiated_outputs,
+        mode.basis,
+        traced.name,
+        weights=traced.weights,
+    )
+    outs = run(*traced.values)
+    moving = [
+        i
+        for i in range(traced.num_differentiated_outputs)
+        if is_differentiable(compat.type_of(outs[i]).dtype)
+    ]
+    tap = _tap(traced, moving, place_of(_name(function)), mode)
+    tapped = tap([outs[i] for i in moving], traced.values)
+    for i, out in zip(moving, tapped, strict=True):
+        outs[i] = out
+    return traced.unflatten(outs)
+
+
+def _name(function: Compressed) -> str:
+    return getattr(function.__wrapped__, "__name__", type(function.__wrapped__).__name__)
+
+
+def _tap(traced: Traced, moving: Sequence[int], place: str, mode: Probing) -> Any:
+    """An identity whose backward pass measures what the cotangents that pass through it lead to."""
+
+    @jax.custom_vjp
+    def tap(outs: list[Any], values: list[Any]) -> list[Any]:
+        del values
+        return outs
+
+    def tap_forward(outs: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
+        return outs, values
+
+    def tap_backward(values: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[None]]:
+        still = lax.stop_gradient((values, cotangents))
+        figures = _measure(traced, moving, *still, place, mode)
+        return hoist.emit(cotangents, place, figures), [None] * len(values)
+
+    tap.defvjp(tap_forward, tap_backward)
+    return tap
+
+
+def _measure(
+    traced: Traced,
+    moving: Sequence[int],
+    values: Sequence[Any],
+    cotangents: Sequence[Any],
+    place: str,
+    mode: Probing,
+) -> dict[str, Any]:
+    """The figures of one backward pass; they add up over several."""
+    target = _loss(traced, moving, values, cotangents)
+    residuals = layout.find(target, mode.basis)
+    table = residuals.layout(mode.probe.codecs)
+    mode.layouts[place] = table
+    mode.uniform[place] = residuals.layout([Keep(), *(Quantize(bits=b) for b in BITS)]).nbytes[
+        :, 1:
+    ]
+    measure = exact.at if mode.method == "exact" else mode.probe.at
+    key = _key(target.values, place, mode.seed)
+    grads, statistics = measure(key, target, residuals, table)
+    sketched = _sketch(grads)
+    return {
+        **statistics,
+        "count": jnp.ones(()),
+        "sketch": sketched,
+        "sketch_squared": jnp.sum(sketched**2),
+    }
+
+
+def _loss(
+    traced: Traced, moving: Sequence[int], values: Sequence[Any], cotangents: Sequence[Any]
+) -> Traced:
+    """The function as one of a single result, the sum of its results times their cotangents.
+
+    So its gradient is what the step makes of the function, scaled losses included.
+    """
+
+    def loss(*values: Any) -> list[Any]:
+        cts, rest = values[: len(cotangents)], values[len(cotangents) :]
+        num_consts = len(traced.closed.consts)
+        outs = compat.call_jaxpr(traced.closed, rest[:num_consts], rest[num_consts:])
+        products = [
+            jnp.sum(outs[i].astype(jnp.float32) * ct.astype(jnp.float32))
+            for i, ct in zip(moving, cts, strict=True)
+        ]
+        return [sum(products, jnp.zeros(()))]
+
+    result = copy.copy(traced)
+    result.values = [*cotangents, *values]
+    result.closed = jax.make_jaxpr(loss)(*map(compat.type_of, result.values))
+    result.inputs = [Input(f"cotangent {i}", wanted=False) for i in moving] + list(traced.inputs)
+    result.num_differentiated_outputs = 1
+    return result
+
+
+def _key(values: Sequence[Any], place: str, seed: int) -> jax.Array:
+    """A key that differs from batch to batch, but is the same when a run is repeated or resumed."""
+    bits = jnp.uint32(zlib.crc32(place.encode()) ^ seed)
+    for value in values:
+        if is_differentiable(value.dtype):
+            total = jnp.sum(jnp.abs(value).astype(jnp.float32))
+            bits = bits * jnp.uint32(0x9E3779B1) + lax.bitcast_convert_type(total, jnp.uint32)
+    return jax.random.key(bits)
+
+
+def _sketch(grads: Sequence[Any]) -> jax.Array:
+    """Random sums of a gradient, float32 `[draws, columns]`.
+
+    Each element takes part in one sum of each draw, with a random sign that is always the same. So
+    a sketch is linear, and its squared norm is that of the gradient on average (Charikar, Chen and
+    Farach-Colton, Finding Frequent Items in Data Streams, 2002).
+    """
+    draws, columns = SKETCH
+    keys = jax.random.split(jax.random.key(0x6A616374), len(grads))
+    bits = [jax.random.bits(k, g.shape, jnp.uint32) for k, g in zip(keys, grads, strict=True)]
+
+    def sums(carry: None, shift: jax.Array) -> tuple[None, jax.Array]:
+        total = jnp.zeros(columns)
+        for grad, random in zip(grads, bits, strict=True):
+            sign = 1.0 - 2.0 * ((random >> shift) & jnp.uint32(1)).astype(jnp.float32)
+            moved = jnp.real(grad).astype(jnp.float32) * sign
+            rows = jnp.atleast_1d(moved.sum(tuple(range(grad.ndim - 1))))
+            folded = jnp.pad(rows, (0, -rows.size % columns)).reshape(-1, columns)
+            total = total + folded.sum(0)
+        return carry, total
+
+    _, sketch = lax.scan(sums, None, jnp.arange(draws, dtype=jnp.uint32))
+    return sketch / jnp.sqrt(jnp.float32(draws))
+
+
+def spread(figures: dict[str, np.ndarray]) -> float | None:
+    """The variance of a gradient over the batches of one probe; None where there was only one."""
+    count = float(figures["count"])
+    if count < 2:
+        return None
+    mean = figures["sketch"] / count
+    return float((figures["sketch_squared"] / count - (mean**2).sum()) * count / (count - 1))

@@ -1,0 +1,383 @@
+"""Local sensitivities: the derivative of a random projection of the gradient.
+
+The backward pass makes the gradient g of what was saved: g(r). Rounding adds independent errors of
+known variance v to the elements of r, so the gradient's expected squared error is, to first order,
+the sum of v |dg/dr|^2. For a vector z of random signs, |dg/dr|^2 is the expectation of the squared
+derivative of <z, g(r)>, which one further reverse pass gives for every element of every residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jact import compat
+from jact.adapt import layout as layouts
+from jact.adapt.table import Layout
+from jact.adapt.taps import STORAGE, BiasTaps, Rounding, VarianceTaps
+from jact.codecs import Codec, Keep, Mask, Offload, PoolResidual, Quantize
+from jact.engine.compressed import compressed
+from jact.engine.instrumented import Instrument, instrumented
+from jact.engine.linearize import is_differentiable
+from jact.engine.origins import Input
+from jact.engine.trace import Traced, split_arrays
+from jact.plan import Plan, PolicyLike
+from jact.policy import Policy
+from jact.transform import as_compressed
+
+#: What the bias is at least, as a share of what it would be if the errors of the elements of a
+#: residual were independent: its estimate is noisy, and may come out below zero.
+_LEAST_BIAS = 0.1
+
+
+class Probe:
+    """One instrumented forward and backward pass: value, gradient, and statistics of them.
+
+    A probe is traceable: it works under `jit`, inside of `lax.scan` (over micro-batches, say) and
+    under any sharding. It neither reads nor writes anything but its arguments.
+
+    Attributes:
+        codecs: the candidates, `Keep()` first.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        codecs: Sequence[Codec | str],
+        *,
+        policy: PolicyLike = "int4",
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        samples: int = 1,
+        bias: bool = True,
+    ):
+        """Takes a function to differentiate.
+
+        Args:
+            fun: as for `jact.value_and_grad`; or the result of `jact.grad` or
+                `jact.value_and_grad`, which bring their own policy and arguments to differentiate.
+            codecs: the candidates; `Keep()` comes to them if it is not among them.
+            policy: chooses the residuals: a policy, or a plan, whose basis chooses.
+            argnums: as for `jact.value_and_grad`.
+            has_aux: as for `jact.value_and_grad`.
+            samples: how many random directions the statistics are averaged over.
+            bias: whether biases are estimated, which takes a gradient and two further backward
+                passes for each codec that is biased, and for the one of the fewest bits.
+
+        Raises:
+            TypeError: when `codecs` or `policy` is of the wrong type.
+            ValueError: for an unknown codec or policy, or for `samples` below 1.
+        """
+        if samples < 1:
+            raise ValueError(f"samples must be at least 1, got {samples}")
+        self.codecs = layouts.candidates(codecs)
+        self._function = as_compressed(fun, policy, argnums, has_aux)
+        self._argnums = self._function._differentiated
+        if not self._argnums:
+            raise TypeError(
+                "fun must be a function to differentiate, or the result of jact.grad or "
+                f"jact.value_and_grad, got {fun!r}"
+            )
+        if self._function.policy is None:
+            raise ValueError('policy "off" encodes nothing: there is nothing to measure')
+        # As with JAX, the gradient with respect to one argument is no tuple.
+        if len(self._argnums) == 1 and not isinstance(argnums, Sequence):
+            (self._argnums,) = self._argnums
+        self._samples = samples
+        self._bias = bias
+
+    def layout(self, *args: Any, **kwargs: Any) -> Layout:
+        """The residuals at some arguments, arrays or types; nothing is run."""
+        return layouts.find(self.trace(args, kwargs), self.basis).layout(self.codecs)
+
+    @property
+    def basis(self) -> Policy:
+        """The policy that chooses the residuals."""
+        policy = self._function.basis
+        return policy.basis if isinstance(policy, Plan) else policy
+
+    def __call__(
+        self, key: jax.Array, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any, dict[str, jax.Array]]:
+        """The value, the gradient, and the statistics.
+
+        Args:
+            key: a typed key for the random directions; may be traced.
+            *args: the arguments of the function.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            The value, or the pair of value and auxiliary data; the gradient, in form that of
+            `jact.value_and_grad`, computed from residuals of 8 bits; and a flat dictionary of
+            float32 arrays, for `Sensitivities.from_statistics`: "error" and "bias" `[residual,
+            codec]`, and "gradient" `[]`.
+        """
+        function = self._function
+
+        def probed(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            traced = self.trace(args, kwargs)
+            outs, statistics = self.measure(key, traced)
+            out = traced.unflatten(outs)
+            value, aux = out if function._has_aux else (out, None)
+            return value, (aux, statistics)
+
+        differentiate = jax.value_and_grad(probed, self._argnums, has_aux=True, allow_int=True)
+        (value, (aux, statistics)), gradient = differentiate(*args, **kwargs)
+        return ((value, aux) if function._has_aux else value), gradient, statistics
+
+    def measure(self, key: Any, traced: Traced) -> tuple[list[Any], dict[str, Any]]:
+        """The results of a traced function, and the statistics of its gradient.
+
+        To be called, as a compressed function is, where the results are being differentiated: the
+        statistics are NaN without. The gradient is the probe's.
+
+        Args:
+            key: a typed key.
+            traced: the function; its first result is a scalar, and the only one with a cotangent.
+
+        Returns:
+            The results, flat, and the statistics.
+        """
+        residuals = layouts.find(traced, self.basis)
+        layout = residuals.layout(self.codecs)
+        pass_ = _Pass(traced, residuals, layout)
+        num_consts = len(traced.closed.consts)
+
+        @jax.custom_vjp
+        def probed(key: Any, *values: Any) -> tuple[list[Any], dict[str, Any]]:
+            del key
+            outs = compat.call_jaxpr(traced.closed, values[:num_consts], values[num_consts:])
+            unknown = jnp.full(layout.supported.shape, jnp.nan, jnp.float32)
+            return outs, {"error": unknown, "bias": unknown, "gradient": jnp.float32(jnp.nan)}
+
+        def probed_forward(key: Any, *values: Any) -> tuple[Any, Any]:
+            outs, gradients, statistics = self._measure(pass_, key, values)
+            return (outs, statistics), gradients
+
+        def probed_backward(gradients: Any, cotangents: Any) -> tuple[Any, ...]:
+            result: list[Any] = [None] * len(traced.values)
+            for i, gradient in zip(pass_.moving, gradients, strict=True):
+                result[i] = gradient * cotangents[0][0].astype(gradient.dtype)
+            return (None, *result)
+
+        probed.defvjp(probed_forward, probed_backward)
+        return probed(key, *traced.values)
+
+    def _measure(
+        self, pass_: _Pass, key: Any, values: Sequence[Any]
+    ) -> tuple[list[Any], list[Any], dict[str, Any]]:
+        layout = pass_.layout
+        sign_key, seed_key = jax.random.split(key)
+        rows = {name: jnp.zeros(len(layout.codecs), jnp.float32) for name in layout.names}
+        gradients, outs, pull = pass_.differentiate(VarianceTaps(layout), rows, values)
+        error = jnp.zeros(layout.supported.shape, jnp.float32)
+        for k in jax.random.split(sign_key, self._samples):
+            (found,) = pull(_signs(k, gradients))
+            error += _stack(layout, found) / self._samples
+        bias = jnp.zeros_like(error)
+        if self._bias and layout.names and (chosen := _with_bias(layout.codecs)):
+            seeds = jax.random.bits(seed_key, (len(chosen),), jnp.uint32)
+
+            def of_codec(_: None, codec_and_seed: Any) -> tuple[None, Any]:
+                return None, self._bias_of(pass_, values, gradients, *codec_and_seed)
+
+            _, measured = lax.scan(of_codec, None, (jnp.array(chosen, jnp.int32), seeds))
+            error, bias = _with_biases(layout.codecs, chosen, error, measured)
+        squared = sum((_squared_norm(g) for g in gradients), jnp.float32(0))
+        return outs, gradients, {"error": error, "bias": bias, "gradient": squared}
+
+    def _bias_of(
+        self, pass_: _Pass, values: Sequence[Any], exact: Sequence[Any], codec: Any, seed: Any
+    ) -> Any:
+        """For each residual, its part in the squared bias of the gradient; see `BiasTaps`."""
+        layout = pass_.layout
+        everything = jnp.int32(-1)
+        rounded = pass_.gradient(Rounding(layout), (everything, codec, seed), values)
+        change = [a - b for a, b in zip(rounded, exact, strict=True)]
+        rows = {name: jnp.zeros(3, jnp.float32) for name in layout.names}
+        # Other noise than that of the change: what they have in common is the bias.
+        operands = (rows, codec, seed + jnp.uint32(2))
+        _, _, pull = pass_.differentiate(BiasTaps(layout), operands, values)
+        ((found, _, _),) = pull(change)
+        return _stack(layout, found)
+
+    def at(
+        self, key: Any, traced: Traced, residuals: layouts.Residuals, layout: Layout
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The gradient of a traced function at its own values, flat, and the statistics."""
+        _, gradients, statistics = self._measure(
+            _Pass(traced, residuals, layout), key, traced.values
+        )
+        return gradients, statistics
+
+    def statistics(self, key: jax.Array, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
+        """The statistics alone, compiled and run; arguments that are no arrays are static."""
+        arrays, call = split_arrays(args, kwargs)
+
+        @jax.jit
+        def run(key: jax.Array, arrays: Any) -> dict[str, jax.Array]:
+            args, kwargs = call(arrays)
+            return self(key, *args, **kwargs)[2]
+
+        return run(key, arrays)
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """The function, traced at some arguments."""
+        return self._function.trace(args, kwargs)
+
+
+class _Pass:
+    """The passes of one traced function, with instruments in them."""
+
+    def __init__(self, traced: Traced, residuals: layouts.Residuals, layout: Layout):
+        self.layout = layout
+        self.moving = [
+            i
+            for i, (spec, value) in enumerate(zip(traced.inputs, traced.values, strict=True))
+            if spec.wanted and is_differentiable(compat.type_of(value).dtype)
+        ]
+        self._traced = traced
+        self._plan = residuals.stored_with(STORAGE)
+        min_bytes = residuals.plan.basis.min_bytes
+        self._storage = Policy(default=STORAGE, min_bytes=min_bytes, derivatives=False)
+
+    def gradient(self, instrument: Instrument, operands: Any, values: Sequence[Any]) -> list[Any]:
+        """The gradient, as a flat list."""
+        return self._gradient_and_outputs(instrument, operands, values)[: len(self.moving)]
+
+    def differentiate(
+        self, instrument: Instrument, operands: Any, values: Sequence[Any]
+    ) -> tuple[list[Any], list[Any], Callable[[Sequence[Any]], Any]]:
+        """The gradient, the results, and how the operands' cotangents follow from the gradient's.
+
+        The backward pass through the backward pass reads codes, too.
+        """
+        leaves, tree = jax.tree.flatten(operands)
+        num_operands = len(leaves)
+
+        def flat(*args: Any) -> list[Any]:
+            operands = jax.tree.unflatten(tree, args[:num_operands])
+            return self._gradient_and_outputs(instrument, operands, args[num_operands:])
+
+        closed: Any = jax.make_jaxpr(flat)(*leaves, *values)
+        inputs = [Input(f"constant[{i}]", wanted=False) for i in range(len(closed.consts))]
+        inputs += [Input(f"operand[{i}]") for i in range(num_operands)]
+        inputs += [Input(f"value[{i}]", wanted=False) for i in range(len(values))]
+        function = compressed(closed, inputs, len(self.moving), self._storage, self._traced.name)
+
+        def of_operands(operands: Any) -> tuple[list[Any], list[Any]]:
+            results = function(*closed.consts, *jax.tree.leaves(operands), *values)
+            return results[: len(self.moving)], results[len(self.moving) :]
+
+        gradients, pull, outs = jax.vjp(of_operands, operands, has_aux=True)
+        return gradients, outs, pull
+
+    def _gradient_and_outputs(
+        self, instrument: Instrument, operands: Any, values: Sequence[Any]
+    ) -> list[Any]:
+        traced = self._traced
+        function = instrumented(
+            traced.closed,
+            traced.inputs,
+            traced.num_differentiated_outputs,
+            self._plan,
+            traced.name,
+            instrument=instrument,
+            operands=operands,
+        )
+
+        def of_moving(*chosen: Any) -> tuple[Any, list[Any]]:
+            full = list(values)
+            for i, x in zip(self.moving, chosen, strict=True):
+                full[i] = x
+            outs = function(*full)
+            return outs[0], outs
+
+        value, pull, outs = jax.vjp(of_moving, *(values[i] for i in self.moving), has_aux=True)
+        return [*pull(jnp.ones_like(value)), *outs]
+
+
+def _with_bias(codecs: Sequence[Codec]) -> list[int]:
+    """The positions of codecs whose bias is to be estimated.
+
+    Of those that round at random it is that of the fewest bits: nonlinear functions of a decoded
+    value are biased by its variance, which at four bits hardly matters.
+    """
+    fewest = min((c.bits for c in codecs if isinstance(c, Quantize) and is_unbiased(c)), default=8)
+    return [
+        i
+        for i, c in enumerate(codecs)
+        if not is_unbiased(c) or (isinstance(c, Quantize) and c.bits == fewest <= 2)
+    ]
+
+
+def is_unbiased(codec: Codec) -> bool:
+    """Whether what a codec decodes is, on average, what was encoded."""
+    if isinstance(codec, Offload):
+        return is_unbiased(codec.inner)
+    if isinstance(codec, PoolResidual):
+        return is_unbiased(codec.residual)
+    if isinstance(codec, Quantize):
+        return codec.stochastic and not codec.zero_edge
+    return isinstance(codec, Keep | Mask)
+
+
+def _with_biases(
+    codecs: Sequence[Codec], chosen: Sequence[int], error: Any, measured: Any
+) -> tuple[Any, Any]:
+    """The errors and biases, from the errors as if those of all elements were independent.
+
+    Args:
+        codecs: the candidates.
+        chosen: the positions of those whose bias was measured.
+        error: `[residual, codec]`.
+        measured: `[chosen codec, residual, 3]`: see `BiasTaps`.
+
+    Returns:
+        The expected squared errors and the squared biases, `[residual, codec]`.
+    """
+    bias = jnp.zeros_like(error)
+    independent = error
+    for i, (moved, random, total) in zip(chosen, jnp.moveaxis(measured, -1, 1), strict=True):
+        if is_unbiased(codecs[i]):
+            # The bias is that of curvature, proportional to the variance.
+            curvature = jnp.maximum(moved, 0)
+            for j, codec in enumerate(codecs):
+                if isinstance(codec, Quantize) and is_unbiased(codec):
+                    share = _ratio(independent[:, j], independent[:, i])
+                    bias = bias.at[:, j].set(curvature * jnp.square(share))
+                    error = error.at[:, j].set(independent[:, j] + bias[:, j])
+        else:
+            share = _ratio(random, total)
+            least = _LEAST_BIAS * (1 - share) * independent[:, i]
+            bias = bias.at[:, i].set(jnp.maximum(moved, least))
+            error = error.at[:, i].set(share * independent[:, i] + bias[:, i])
+    return error, bias
+
+
+def _ratio(a: Any, b: Any) -> Any:
+    return jnp.where(b > 0, a / jnp.where(b > 0, b, jnp.ones_like(b)), jnp.zeros_like(a))
+
+
+def _stack(layout: Layout, rows: Any) -> Any:
+    if not layout.names:
+        return jnp.zeros(layout.supported.shape, jnp.float32)
+    return jnp.stack([rows[name] for name in layout.names])
+
+
+def _signs(key: Any, like: Sequence[Any]) -> list[Any]:
+    """Random signs; of complex numbers, of both parts."""
+    signs = []
+    for k, g in zip(jax.random.split(key, max(len(like), 1)), like, strict=False):
+        real, imaginary = jax.random.rademacher(k, (2, *g.shape), jnp.float32)
+        complex_ = jnp.issubdtype(g.dtype, jnp.complexfloating)
+        signs.append((lax.complex(real, imaginary) if complex_ else real).astype(g.dtype))
+    return signs
+
+
+def _squared_norm(x: Any) -> Any:
+    return jnp.sum(jnp.square(jnp.abs(x)).astype(jnp.float32))
