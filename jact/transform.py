@@ -143,24 +143,20 @@ class Compressed:
             return door.call(self, args, kwargs)
         return self.run(args, kwargs)
 
-    def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], specialised: bool | None = None
-    ) -> Any:
-        """Calls the function with arguments that are pytrees of arrays, whatever their nodes.
-
-        Args:
-            args: the positional arguments.
-            kwargs: the keyword arguments.
-            specialised: whether to save less where it can be seen what is being differentiated;
-                None does so but for a plan, which may have been made where it could not be.
-        """
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the function with arguments that are pytrees of arrays, whatever their nodes."""
         assert self.policy is not None
         if isinstance(self.policy, Adaptive):
             return self.policy.run(self, args, kwargs)
         traced = self.trace(args, kwargs)
         # A plan says what is saved, so nothing else may be.
-        if specialised or (specialised is None and not isinstance(self.policy, Plan)):
+        if not isinstance(self.policy, Plan):
             traced.specialise()
+        return self.run_traced(traced)
+
+    def run_traced(self, traced: Traced) -> Any:
+        """Calls the function as it was traced, at its own arguments."""
+        assert isinstance(self.policy, Policy | Plan)
         run = compressed(
             traced.closed,
             traced.inputs,

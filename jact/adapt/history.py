@@ -53,7 +53,8 @@ class Adaptation:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Adaptation:
         """The record that `to_json` wrote."""
-        return cls(**(data | {"plan": Plan.from_json(data["plan"])}))
+        fields: dict[str, Any] = data | {"plan": Plan.from_json(data["plan"])}
+        return cls(**fields)
 
     def __str__(self) -> str:
         """One line of a report."""
@@ -76,7 +77,14 @@ def joined(plans: Plans) -> Plan:
     """Plans as one: that of the only function, or one whose names begin with the functions'."""
     if len(plans) == 1:
         return plans[0][1]
-    entries = [(f"{place}/{n}", c) for place, plan in plans for n, c in plan.entries]
+    # What tells apart functions of the same name in the same place is no pleasure to read.
+    short = [place.partition("@")[0] for place, _ in plans]
+    places = [s if short.count(s) == 1 else p for s, (p, _) in zip(short, plans, strict=True)]
+    entries = [
+        (f"{place}/{name}", codec)
+        for place, (_, plan) in zip(places, plans, strict=True)
+        for name, codec in plan.entries
+    ]
     return Plan(tuple(entries), plans[0][1].basis)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os.path
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -106,17 +107,32 @@ def run_listing(
     return function.__wrapped__(*args, **kwargs)
 
 
-def place_of(name: str) -> str:
-    """The place of a function in the step: the modules around it and its name."""
-    return scope_path(compat.current_scopes()) + name
+def place_of(traced: Traced) -> str:
+    """Identifies a function's place in the step: the modules around it, its name and its inputs.
+
+    It does not depend on batch sizes, nor on the mode.
+    """
+    scopes = [scope_path(compat.name_scopes(eqn.source_info)) for eqn in traced.closed.jaxpr.eqns]
+    # Of "Net/Block_0/Dense_0/" and "Net/Block_0/" that is "Net/Block_0/".
+    common = os.path.commonprefix([scope.split("/")[:-1] for scope in scopes]) if scopes else []
+    around = scope_path(compat.current_scopes()) + "".join(f"{part}/" for part in common)
+    inputs = []
+    for spec, value in zip(traced.inputs, traced.values, strict=True):
+        aval = compat.type_of(value)
+        weights = spec.wanted and not spec.encoded
+        size = aval.shape if weights else len(aval.shape)
+        inputs.append((str(aval.dtype), size, spec.encoded))
+    return f"{around}{traced.name}@{zlib.crc32(repr(inputs).encode()):08x}"
 
 
 def run_fixed(
     function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Fixed
 ) -> Any:
     """Calls a function under the plan for its place."""
-    policy = dict(mode.plans).get(place_of(_name(function)), mode.default)
-    return function.under(policy).run(args, kwargs, specialised=True)
+    traced = function.trace(args, kwargs)
+    traced.specialise()
+    policy = dict(mode.plans).get(place_of(traced), mode.default)
+    return function.under(policy).run_traced(traced)
 
 
 def run_probing(
@@ -139,15 +155,11 @@ def run_probing(
         for i in range(traced.num_differentiated_outputs)
         if is_differentiable(compat.type_of(outs[i]).dtype)
     ]
-    tap = _tap(traced, moving, place_of(_name(function)), mode)
+    tap = _tap(traced, moving, place_of(traced), mode)
     tapped = tap([outs[i] for i in moving], traced.values)
     for i, out in zip(moving, tapped, strict=True):
         outs[i] = out
     return traced.unflatten(outs)
-
-
-def _name(function: Compressed) -> str:
-    return getattr(function.__wrapped__, "__name__", type(function.__wrapped__).__name__)
 
 
 def _tap(traced: Traced, moving: Sequence[int], place: str, mode: Probing) -> Any:
@@ -179,7 +191,7 @@ def _measure(
     mode: Probing,
 ) -> dict[str, Any]:
     """The figures of one backward pass; they add up over several."""
-    target = _loss(traced, moving, values, cotangents)
+    target = _loss(traced, moving, values, cotangents, mode.basis)
     residuals = layout.find(target, mode.basis)
     table = residuals.layout(mode.probe.codecs)
     mode.layouts[place] = table
@@ -187,8 +199,7 @@ def _measure(
         :, 1:
     ]
     measure = exact.at if mode.method == "exact" else mode.probe.at
-    key = _key(target.values, place, mode.seed)
-    grads, statistics = measure(key, target, residuals, table)
+    grads, statistics = measure(_key(values, place, mode.seed), target, residuals, table)
     sketched = _sketch(grads)
     return {
         **statistics,
@@ -199,29 +210,81 @@ def _measure(
 
 
 def _loss(
-    traced: Traced, moving: Sequence[int], values: Sequence[Any], cotangents: Sequence[Any]
+    traced: Traced,
+    moving: Sequence[int],
+    values: Sequence[Any],
+    cotangents: Sequence[Any],
+    basis: Policy,
 ) -> Traced:
     """The function as one of a single result, the sum of its results times their cotangents.
 
-    So its gradient is what the step makes of the function, scaled losses included.
+    So its gradient is what the step makes of the function, scaled losses included. A part of a
+    model also hands gradients on, to activations; what their errors do to parameters further on,
+    it does not know. They are weighted as if their relative error were that of the parameters'
+    gradients there: so that both groups of gradients have the same norm.
     """
+    handed_on = [i for i, spec in enumerate(traced.inputs) if spec.encoded and spec.wanted]
+    num_consts = len(traced.closed.consts)
 
-    def loss(*values: Any) -> list[Any]:
-        cts, rest = values[: len(cotangents)], values[len(cotangents) :]
-        num_consts = len(traced.closed.consts)
-        outs = compat.call_jaxpr(traced.closed, rest[:num_consts], rest[num_consts:])
+    def product(weight: Any, cts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        full = list(values)
+        for i in handed_on:
+            full[i] = _weighted(full[i], weight)
+        outs = compat.call_jaxpr(traced.closed, full[:num_consts], full[num_consts:])
         products = [
             jnp.sum(outs[i].astype(jnp.float32) * ct.astype(jnp.float32))
             for i, ct in zip(moving, cts, strict=True)
         ]
         return [sum(products, jnp.zeros(()))]
 
+    def loss(weight: Any, *rest: Any) -> list[Any]:
+        return product(weight, rest[: len(cotangents)], rest[len(cotangents) :])
+
     result = copy.copy(traced)
-    result.values = [*cotangents, *values]
+    result.values = [jnp.ones(()), *cotangents, *values]
     result.closed = jax.make_jaxpr(loss)(*map(compat.type_of, result.values))
-    result.inputs = [Input(f"cotangent {i}", wanted=False) for i in moving] + list(traced.inputs)
+    names = ["weight", *(f"cotangent {i}" for i in moving)]
+    result.inputs = [Input(name, wanted=False) for name in names] + list(traced.inputs)
     result.num_differentiated_outputs = 1
+    if handed_on:
+        own, others = _norms(result, basis)
+        result.values[0] = jnp.where((own > 0) & (others > 0), own / others, jnp.ones(()))
     return result
+
+
+@jax.custom_vjp
+def _weighted(x: Any, weight: Any) -> Any:
+    """An identity that multiplies the cotangent by a weight."""
+    del weight
+    return x
+
+
+_weighted.defvjp(
+    lambda x, weight: (x, weight),
+    lambda weight, ct: (ct * weight.astype(ct.dtype), jnp.zeros_like(weight)),
+)
+
+
+def _norms(traced: Traced, basis: Policy) -> tuple[Any, Any]:
+    """The norms of the gradients to what is kept by reference, and to what is encoded."""
+    run = compressed(traced.closed, traced.inputs, 1, basis, traced.name)
+    at = [
+        i
+        for i, (spec, value) in enumerate(zip(traced.inputs, traced.values, strict=True))
+        if spec.wanted and is_differentiable(compat.type_of(value).dtype)
+    ]
+
+    def of_moving(*chosen: Any) -> Any:
+        full = list(traced.values)
+        for i, x in zip(at, chosen, strict=True):
+            full[i] = x
+        return run(*full)[0]
+
+    grads = jax.grad(of_moving, tuple(range(len(at))))(*(traced.values[i] for i in at))
+    squares = {False: jnp.zeros(()), True: jnp.zeros(())}
+    for i, grad in zip(at, grads, strict=True):
+        squares[traced.inputs[i].encoded] += jnp.sum(jnp.square(jnp.abs(grad)).astype(jnp.float32))
+    return jnp.sqrt(squares[False]), jnp.sqrt(squares[True])
 
 
 def _key(values: Sequence[Any], place: str, seed: int) -> jax.Array:

@@ -41,8 +41,9 @@ def _type(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return leaf
     aval = jax.typeof(leaf)
-    fixed = isinstance(leaf, jax.Array) and leaf.committed
-    sharding = leaf.sharding if fixed else None
+    sharding = None
+    if isinstance(leaf, jax.Array) and leaf.committed:  # type: ignore[attr-defined]
+        sharding = leaf.sharding
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False)
     )
