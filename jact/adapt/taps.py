@@ -168,7 +168,8 @@ def _decoded(entry: Saved, code: Any) -> Any:
 def _dithered(entry: Saved, code: Any) -> Any:
     """A decoded value in float32, spread evenly over the step that it was rounded to.
 
-    What was rounded to 8 bits has no error left to make at 8 bits.
+    What was rounded to 8 bits has no error left to make at 8 bits. The ends of a group's range stay:
+    the zeros behind a ReLU are such, and make no error ever.
     """
     x = _decoded(entry, code).astype(jnp.float32)
     if entry.codec != STORAGE:
@@ -183,7 +184,8 @@ def _dithered(entry: Saved, code: Any) -> Any:
     # Multiples of the golden ratio fill the interval evenly.
     turn = (place * jnp.uint32(0x9E3779B9)) >> jnp.uint32(8)
     uniform = turn.astype(jnp.float32) * jnp.float32(2.0**-24) - jnp.float32(0.5)
-    return x + step * uniform
+    inside = (codes > 0) & (codes < 2**STORAGE.bits - 1)
+    return x + jnp.where(inside, step * uniform, jnp.float32(0))
 
 
 def _seed(name: str, seed: Any) -> Any:
