@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jact.memory
 from benchmarks import (
+    adaptive,
     codecs,
     fidelity,
     flax,
@@ -24,6 +25,7 @@ COMMANDS = {
     "flax": flax,
     "frontier": frontier,
     "sensitivity": sensitivity,
+    "adaptive": adaptive,
     "codecs": codecs,
     "kernels": kernels,
 }

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import os.path
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -322,7 +322,7 @@ def _sketch(grads: Sequence[Any]) -> jax.Array:
     return sketch / jnp.sqrt(jnp.float32(draws))
 
 
-def spread(figures: dict[str, np.ndarray]) -> float | None:
+def spread(figures: Mapping[str, np.ndarray]) -> float | None:
     """The variance of a gradient over the batches of one probe; None where there was only one."""
     count = float(figures["count"])
     if count < 2:

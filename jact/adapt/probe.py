@@ -172,7 +172,7 @@ class Probe:
     ) -> tuple[list[Any], list[Any], dict[str, Any]]:
         layout = pass_.layout
         sign_key, seed_key = jax.random.split(key)
-        rows = {name: jnp.zeros(len(layout.codecs), jnp.float32) for name in layout.names}
+        rows = compat.varying({n: jnp.zeros(len(layout.codecs), jnp.float32) for n in layout.names})
         gradients, outs, pull = pass_.differentiate(VarianceTaps(layout), rows, values)
         error = jnp.zeros(layout.supported.shape, jnp.float32)
         for k in jax.random.split(sign_key, self._samples):
@@ -198,7 +198,7 @@ class Probe:
         everything = jnp.int32(-1)
         rounded = pass_.gradient(Rounding(layout), (everything, codec, seed), values)
         change = [a - b for a, b in zip(rounded, exact, strict=True)]
-        rows = {name: jnp.zeros(3, jnp.float32) for name in layout.names}
+        rows = compat.varying({name: jnp.zeros(3, jnp.float32) for name in layout.names})
         # Other noise than that of the change: what they have in common is the bias.
         operands = (rows, codec, seed + jnp.uint32(2))
         _, _, pull = pass_.differentiate(BiasTaps(layout), operands, values)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jact import compat
 from jact.adapt.table import Layout
 from jact.codecs import Codec, Keep, Quantize
 from jact.codecs.offload import on_device
@@ -147,7 +148,7 @@ def _tap(aval: Any, statistics: Callable[[Any, Any], Any]) -> Callable[[Any, Any
     @jax.custom_vjp
     def tap(residuals: Any, row: Any) -> Any:
         del residuals, row
-        return jnp.zeros(aval.shape, aval.dtype)
+        return compat.varying(jnp.zeros(aval.shape, aval.dtype))
 
     def tap_forward(residuals: Any, row: Any) -> tuple[Any, Any]:
         return tap(residuals, row), residuals
@@ -168,8 +169,8 @@ def _decoded(entry: Saved, code: Any) -> Any:
 def _dithered(entry: Saved, code: Any) -> Any:
     """A decoded value in float32, spread evenly over the step that it was rounded to.
 
-    What was rounded to 8 bits has no error left to make at 8 bits. The ends of a group's range stay:
-    the zeros behind a ReLU are such, and make no error ever.
+    What was rounded to 8 bits has no error left to make at 8 bits. The ends of a group's range
+    stay: the zeros behind a ReLU are such, and make no error ever.
     """
     x = _decoded(entry, code).astype(jnp.float32)
     if entry.codec != STORAGE:
