@@ -18,7 +18,7 @@ from jact.adapt import decide, history, modes
 from jact.adapt.budget import Budget
 from jact.adapt.decide import Decision
 from jact.adapt.history import Adaptation, joined
-from jact.adapt.modes import Fixed, Listing, Plans, Probing
+from jact.adapt.modes import Comparing, Fixed, Listing, Plans, Probing
 from jact.adapt.probe import Probe
 from jact.adapt.steps import Arguments, Program, Steps
 from jact.codecs import Codec
@@ -197,7 +197,11 @@ class Controller:
                 "jact/bits": last.bits,
                 "jact/code_bytes": float(last.nbytes),
             }
-            optional = {"jact/peak_bytes": last.peak, "jact/noise": last.noise}
+            optional = {
+                "jact/measured_error": last.measured_error,
+                "jact/peak_bytes": last.peak,
+                "jact/noise": last.noise,
+            }
             metrics |= {k: float(v) for k, v in optional.items() if v is not None}
         return metrics
 
@@ -208,6 +212,33 @@ class Controller:
     def adapt(self) -> None:
         """Has the controller measure at the next step, whatever the period says."""
         self._asked = "asked"
+
+    def measure(self, *args: Any, **kwargs: Any) -> float:
+        """Measures how far the gradient errs under the present plan, for one batch.
+
+        It is compiled for that, in the foreground, and takes the memory of plain JAX. The result
+        becomes the `measured_error` of the last record in `history`. Nothing is changed by it.
+
+        Args:
+            *args: the arguments of the step.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            The relative error `|g - g0| / |g0|`, from random projections to 256 numbers (10 %).
+
+        Raises:
+            ValueError: before the first step, when there is no plan yet.
+        """
+        if self._plans is None or self._steps is None or not self.history:
+            raise ValueError("there is no plan yet: run the first step, or restore a state")
+        program = self._steps.get(self._plans, Arguments(args, kwargs))
+        found = decide.total([self._steps.compare(program, args, kwargs)])
+        squares = [
+            ((f["coded"] - f["exact"]) ** 2).sum() / (f["exact"] ** 2).sum() for f in found.values()
+        ]
+        error = float(np.sqrt(np.mean(squares)))
+        self.history[-1] = dataclasses.replace(self.history[-1], measured_error=error)
+        return error
 
     def jit(self, fun: Callable[..., Any] | None = None, **options: Any) -> Any:
         """Compiles a training step that follows this controller; takes the place of `jax.jit`.
@@ -244,6 +275,8 @@ class Controller:
         mode = compat.trace_mode()
         if isinstance(mode, Probing) and mode.owner is self._owner:
             return modes.run_probing(function, args, kwargs, mode)
+        if isinstance(mode, Comparing) and mode.owner is self._owner:
+            return modes.run_comparing(function, args, kwargs, mode)
         if isinstance(mode, Listing) and mode.owner is self._owner:
             return modes.run_listing(function, args, kwargs, mode)
         if not (isinstance(mode, Fixed) and mode.owner is self._owner):

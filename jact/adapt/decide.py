@@ -232,5 +232,7 @@ def _choose(
         new, peak, model = found.allocation, found.peak, found.model
         if not is_clear(new):
             return stay()
+        # It may have been dropped while others were tried.
+        peak_of(new)
     plans = landscape.plans(new.choice)
     return _Chosen(choice=new.choice, plans=plans, peak=peak, model=model, replaced=old)

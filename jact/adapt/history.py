@@ -23,7 +23,7 @@ class Adaptation:
         predicted_error: the relative error of the gradient, `|g - g0| / |g0|`, to expect of it.
         replaced_error: likewise, of the plan before it under the same measurement; None for the
             first.
-        measured_error: the relative error of one gradient under the plan, where that is measured.
+        measured_error: likewise, as `Controller.measure` measured it; None where it did not.
         nbytes: bytes of all codes on the device.
         bits: average bits of an element; 4 is what the policy "int4" takes.
         peak: the compiled step's peak memory, in bytes; None where it was not compiled ahead.

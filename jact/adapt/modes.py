@@ -43,9 +43,11 @@ SKETCH = (32, 8)
 type Plans = tuple[tuple[str, Plan], ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Fixed:
     """Functions follow plans.
+
+    Each is equal to itself alone, which JAX finds out faster at each step than it compares plans.
 
     Attributes:
         owner: whose functions; those of other controllers follow their own.
@@ -81,6 +83,84 @@ class Probing:
     layouts: dict[str, Layout] = dataclasses.field(default_factory=dict)
     uniform: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     calls: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Comparing:
+    """Functions follow plans, and compare their gradients with exact ones.
+
+    Attributes:
+        fixed: the plans.
+    """
+
+    fixed: Fixed
+
+    @property
+    def owner(self) -> object:
+        """Whose functions."""
+        return self.fixed.owner
+
+
+def run_comparing(
+    function: Compressed, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Comparing
+) -> Any:
+    """Calls a function, and has its backward pass mark sketches of its gradient and the exact one.
+
+    Sketches of several batches add up to those of the sum of their gradients.
+    """
+    traced = function.trace(args, kwargs)
+    traced.specialise()
+    place = place_of(traced)
+    wanted = _wanted(traced)
+    values = list(traced.values)
+
+    def mark(cotangents: Sequence[Any], name: str, grads: Sequence[Any]) -> list[Any]:
+        return hoist.emit(cotangents, place, {name: _sketch(lax.stop_gradient(grads))})
+
+    @jax.custom_vjp
+    def coded(moving: list[Any]) -> list[Any]:
+        return moving
+
+    coded.defvjp(lambda moving: (moving, None), lambda _, cts: (mark(cts, "coded", cts),))
+    for i, value in zip(wanted, coded([values[i] for i in wanted]), strict=True):
+        values[i] = value
+
+    @jax.custom_vjp
+    def exact_too(outs: list[Any], values: list[Any]) -> list[Any]:
+        del values
+        return outs
+
+    def backward(values: list[Any], cts: list[Any]) -> tuple[list[Any], list[None]]:
+        num_consts = len(traced.closed.consts)
+
+        def of_wanted(*chosen: Any) -> list[Any]:
+            full = list(values)
+            for i, x in zip(wanted, chosen, strict=True):
+                full[i] = x
+            return compat.call_jaxpr(traced.closed, full[:num_consts], full[num_consts:])
+
+        _, pull = jax.vjp(of_wanted, *(values[i] for i in wanted))
+        moving = [ct for ct in cts if is_differentiable(ct.dtype)]
+        passed = iter(mark(moving, "exact", pull(cts)))
+        return [next(passed) if is_differentiable(ct.dtype) else ct for ct in cts], [None] * len(
+            values
+        )
+
+    exact_too.defvjp(lambda outs, values: (outs, values), backward)
+    policy = dict(mode.fixed.plans).get(place, mode.fixed.default)
+    run = compressed(
+        traced.closed, traced.inputs, traced.num_differentiated_outputs, policy, traced.name
+    )
+    return traced.unflatten(exact_too(run(*values), traced.values))
+
+
+def _wanted(traced: Traced) -> list[int]:
+    """The inputs whose gradients may be asked for."""
+    return [
+        i
+        for i, (spec, value) in enumerate(zip(traced.inputs, traced.values, strict=True))
+        if spec.wanted and is_differentiable(compat.type_of(value).dtype)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -268,11 +348,7 @@ _weighted.defvjp(
 def _norms(traced: Traced, basis: Policy) -> tuple[Any, Any]:
     """The norms of the gradients to what is kept by reference, and to what is encoded."""
     run = compressed(traced.closed, traced.inputs, 1, basis, traced.name)
-    at = [
-        i
-        for i, (spec, value) in enumerate(zip(traced.inputs, traced.values, strict=True))
-        if spec.wanted and is_differentiable(compat.type_of(value).dtype)
-    ]
+    at = _wanted(traced)
 
     def of_moving(*chosen: Any) -> Any:
         full = list(traced.values)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jact import compat, doors
 from jact.adapt import hoist
-from jact.adapt.modes import Fixed, Listing, Plans, Probing
+from jact.adapt.modes import Comparing, Fixed, Listing, Plans, Probing
 from jact.memory.sizes import format_size
 from jact.policy import Policy
 
@@ -54,6 +54,7 @@ class Program:
 
     Attributes:
         plans: the plans.
+        mode: what the step is traced in.
         peak: the compiled peak in bytes; None before it was compiled ahead.
         seconds: what compiling took.
         cpu_seconds: what it took of all cores, and whatever else the process did meanwhile.
@@ -64,16 +65,16 @@ class Program:
         self.peak: int | None = None
         self.seconds = self.cpu_seconds = 0.0
         self.jitted = jitted
-        self._mode = mode
+        self.mode = mode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
-        with compat.trace_in(self._mode):
+        with compat.trace_in(self.mode):
             return self.jitted(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers the step, as `jax.jit` does."""
-        with compat.trace_in(self._mode):
+        with compat.trace_in(self.mode):
             return self.jitted.lower(*args, **kwargs)
 
     def compile(self, arguments: Arguments) -> int:
@@ -113,6 +114,8 @@ class Steps:
         self._basis = basis
         self._max = max_compiled
         self._programs: collections.OrderedDict[Plans, Program] = collections.OrderedDict()
+        # Plans are long, and looked up at each step.
+        self._last: Program | None = None
         self._probe: tuple[Probing, Any] | None = None
         self._lock = threading.Lock()
         self._jit: Callable[..., Any] | None = None
@@ -122,7 +125,9 @@ class Steps:
 
     def find(self, plans: Plans) -> Program | None:
         """The program for some plans, if there is one."""
-        return self._programs.get(plans)
+        if self._last is None or self._last.plans is not plans:
+            self._last = self._programs.get(plans)
+        return self._last
 
     def get(self, plans: Plans, arguments: Arguments, keep: Plans | None = None) -> Program:
         """The program for some plans; made, though not compiled, when there is none.
@@ -146,6 +151,7 @@ class Steps:
                     break
                 if old not in (plans, keep):
                     del self._programs[old]
+                    self._last = None
             return self._programs[plans]
 
     def probe(self, mode: Probing, args: Any, kwargs: Any) -> hoist.Figures:
@@ -155,7 +161,13 @@ class Steps:
             self._probe = mode, self._jitted(args, kwargs)(self._probing(mode), **options)
         return self._probe[1](*args, **kwargs)
 
-    def _probing(self, mode: Probing) -> Callable[..., hoist.Figures]:
+    def compare(self, program: Program, args: Any, kwargs: Any) -> hoist.Figures:
+        """Runs the step for sketches of its gradients and of exact ones; compiles for that."""
+        options = {k: v for k, v in self._options.items() if k not in _STEP_ONLY}
+        mode = Comparing(program.mode)
+        return self._jitted(args, kwargs)(self._probing(mode), **options)(*args, **kwargs)
+
+    def _probing(self, mode: Probing | Comparing) -> Callable[..., hoist.Figures]:
         @functools.wraps(self.fun)
         def probe(*args: Any, **kwargs: Any) -> hoist.Figures:
             door = doors.of_call(args, kwargs)
@@ -191,7 +203,9 @@ class Steps:
         return jit
 
 
-def _figures(fun: Callable[..., Any], args: Any, kwargs: Any, mode: Probing) -> hoist.Figures:
+def _figures(
+    fun: Callable[..., Any], args: Any, kwargs: Any, mode: Probing | Comparing
+) -> hoist.Figures:
     leaves, tree = jax.tree.flatten((args, kwargs))
     traced = [i for i, leaf in enumerate(leaves) if compat.is_tracer(leaf)]
 
@@ -206,5 +220,6 @@ def _figures(fun: Callable[..., Any], args: Any, kwargs: Any, mode: Probing) -> 
     arrays = [leaves[i] for i in traced]
     with compat.trace_in(mode):
         closed = jax.make_jaxpr(of_arrays)(*map(compat.type_of, arrays))
-        mode.calls.update(hoist.count(closed))
+        if isinstance(mode, Probing):
+            mode.calls.update(hoist.count(closed))
         return hoist.collect(closed, arrays)

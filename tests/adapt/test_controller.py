@@ -233,6 +233,22 @@ def test_metrics_and_report():
         assert name in report
 
 
+def test_measures_the_error_that_it_predicts():
+    c = controller(bits=3)
+    step = sgd(c)
+    with pytest.raises(ValueError, match="no plan yet"):
+        c.measure(params(), batch(0))
+    step(params(), batch(0))
+    measured = c.measure(params(), batch(0))
+    coded = jax.jit(jact.grad(loss, policy=c.plan))(params(), batch(0))
+    exact = jax.jit(jax.grad(loss))(params(), batch(0))
+    difference = sum(jnp.sum((a - b) ** 2) for a, b in zip(coded, exact, strict=True))
+    expected = jnp.sqrt(difference / sum(jnp.sum(g**2) for g in exact))
+    assert measured == pytest.approx(float(expected), rel=0.3)
+    assert measured == pytest.approx(c.history[0].predicted_error, rel=0.5)
+    assert c.history[0].measured_error == c.metrics["jact/measured_error"] == measured
+
+
 def test_warns_where_compression_adds_more_than_a_tenth_of_the_variance(caplog):
     def noisy(bits):
         caplog.clear()
