@@ -15,11 +15,13 @@ import numpy as np
 
 from jact import compat
 from jact.adapt import decide, history, modes
+from jact.adapt.adaptive_step import AdaptiveStep
 from jact.adapt.budget import Budget
 from jact.adapt.decide import Decision
 from jact.adapt.history import Adaptation, joined
 from jact.adapt.modes import Comparing, Fixed, Listing, Plans, Probing
 from jact.adapt.probe import Probe
+from jact.adapt.state import Measuring, Pending, plans_from_json, plans_to_json
 from jact.adapt.steps import Arguments, Program, Steps
 from jact.codecs import Codec
 from jact.plan import Plan, PolicyLike, resolve
@@ -151,8 +153,8 @@ class Controller:
         self._model: Any = None
         self._asked = ""
         self._failures = 0
-        self._measuring: _Measuring | None = None
-        self._pending: _Pending | None = None
+        self._measuring: Measuring | None = None
+        self._pending: Pending | None = None
 
     # What users see of it.
 
@@ -229,9 +231,8 @@ class Controller:
         Raises:
             ValueError: before the first step, when there is no plan yet.
         """
-        if self._plans is None or self._steps is None or not self.history:
-            raise ValueError("there is no plan yet: run the first step, or restore a state")
-        program = self._steps.get(self._plans, Arguments(args, kwargs))
+        program = self.present(self._steps, args, kwargs)
+        assert self._steps is not None
         found = decide.total([self._steps.compare(program, args, kwargs)])
         squares = [
             ((f["coded"] - f["exact"]) ** 2).sum() / (f["exact"] ** 2).sum() for f in found.values()
@@ -266,7 +267,7 @@ class Controller:
                 f"for {_name(fun)}"
             )
         self._steps = Steps(fun, options, self._owner, self._basis, self.max_compiled)
-        return AdaptiveStep(self, self._steps)
+        return AdaptiveStep(self._steps, self)
 
     # What `jact.plan.Adaptive` asks for.
 
@@ -283,10 +284,10 @@ class Controller:
             mode = Fixed(self._owner, self._plans or (), self._basis)
         return modes.run_fixed(function, args, kwargs, mode)
 
-    # Between two steps.
+    # What its step calls.
 
-    def _program(self, steps: Steps, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        """The program for the next step, after whatever is due before it."""
+    def before(self, steps: Steps, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """Does whatever is due before the next step, and returns its program."""
         if steps is not self._steps:
             raise ValueError(f"the controller follows a later definition of {_name(steps.fun)}")
         if self._pending is not None and self._step >= self._pending.switch_at:
@@ -316,7 +317,7 @@ class Controller:
     def _measure(self, steps: Steps, arguments: Arguments, args: Any, kwargs: Any) -> None:
         """Probes the step with its arguments, and decides once enough batches were measured."""
         found = steps.probe(self._mode, args, kwargs)
-        measuring = self._measuring or _Measuring(self._asked)
+        measuring = self._measuring or Measuring(self._asked)
         measuring.add(found)
         self._asked, self._measuring = "", measuring
         situation = decide.Situation(
@@ -338,7 +339,7 @@ class Controller:
         elif measuring.batches >= _BATCHES:
             self._measuring = None
             work = functools.partial(decide.decide, situation, steps, arguments)
-            self._pending = _Pending(self._step + self.switch_after, self._start(work))
+            self._pending = Pending(self._step + self.switch_after, self._start(work))
 
     def _start(self, work: Callable[[], Decision]) -> concurrent.futures.Future[Decision]:
         """Begins to work in the background, under the settings of this thread."""
@@ -388,6 +389,20 @@ class Controller:
         if decision.failed and self._failures <= _RETRIES:
             self._asked = "retry"
 
+    def present(self, steps: Steps | None, args: Any, kwargs: Any) -> Program:
+        """The program of the present plan; nothing is due before it.
+
+        Raises:
+            ValueError: when there is no plan yet.
+        """
+        if steps is None or self._plans is None:
+            raise ValueError("there is no plan yet: run the first step, or restore a state")
+        return steps.get(self._plans, Arguments(args, kwargs))
+
+    def after(self) -> None:
+        """Counts a step that was run."""
+        self._step += 1
+
     # State.
 
     @property
@@ -399,7 +414,7 @@ class Controller:
         data = {
             "budget": str(self.budget),
             "step": self._step,
-            "plans": _plans_to_json(self._plans),
+            "plans": plans_to_json(self._plans),
             "model": None if self._model is None else dataclasses.astuple(self._model),
             "asked": self._asked,
             "failures": self._failures,
@@ -424,11 +439,11 @@ class Controller:
         if budget != str(self.budget):
             raise ValueError(f"the state is that of a controller with {budget}, not {self.budget}")
         self._step = data["step"]
-        self._plans = _plans_from_json(data["plans"])
+        self._plans = plans_from_json(data["plans"])
         self._model = None if data["model"] is None else decide.Model(*data["model"])
         self._asked, self._failures = data["asked"], data["failures"]
-        self._measuring = _Measuring.from_json(data["measuring"])
-        self._pending = _Pending.from_json(data["pending"])
+        self._measuring = Measuring.from_json(data["measuring"])
+        self._pending = Pending.from_json(data["pending"])
         self.history = [Adaptation.from_json(a) for a in data["history"]]
 
     def save(self, path: str | pathlib.Path) -> None:
@@ -442,121 +457,6 @@ class Controller:
             ValueError: as `restore`.
         """
         self.restore({"json": np.frombuffer(pathlib.Path(path).read_bytes(), np.uint8)})
-
-
-class AdaptiveStep:
-    """A compiled training step that follows a controller: what `Controller.jit` returns.
-
-    Attributes:
-        __wrapped__: the step as it was.
-        controller: the controller.
-    """
-
-    __wrapped__: Callable[..., Any]
-
-    def __init__(self, controller: Controller, steps: Steps):
-        functools.update_wrapper(self, steps.fun)
-        self.controller = controller
-        self._steps = steps
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step, after whatever the controller does before it."""
-        program = self.controller._program(self._steps, args, kwargs)
-        result = program(*args, **kwargs)
-        self.controller._step += 1
-        return result
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the step under the present plan, as the result of `jax.jit` does.
-
-        Raises:
-            ValueError: before the first step, when there is no plan yet.
-        """
-        plans = self.controller._plans
-        if plans is None:
-            raise ValueError("there is no plan yet: run the first step, or restore a state")
-        return self._steps.get(plans, Arguments(args, kwargs)).lower(*args, **kwargs)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
-
-
-@dataclasses.dataclass
-class _Measuring:
-    """The figures of the batches measured so far."""
-
-    reason: str
-    batches: int = 0
-    figures: list[Any] = dataclasses.field(default_factory=list)
-
-    def add(self, figures: Any) -> None:
-        self.figures = [*self.figures, figures]
-        self.batches += 1
-
-    def to_json(self) -> dict[str, Any]:
-        total = decide.total(self.figures)
-        lists = {p: {k: v.tolist() for k, v in fs.items()} for p, fs in total.items()}
-        return {"reason": self.reason, "batches": self.batches, "figures": lists}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any] | None) -> _Measuring | None:
-        if data is None:
-            return None
-        figures = {
-            p: {k: np.asarray(v, np.float64) for k, v in fs.items()}
-            for p, fs in data["figures"].items()
-        }
-        return cls(data["reason"], data["batches"], [figures])
-
-
-@dataclasses.dataclass
-class _Pending:
-    """What is being decided, or was, and when it takes effect."""
-
-    switch_at: int
-    future: concurrent.futures.Future[Decision] | None
-    decision: Decision | None = None
-
-    def result(self) -> Decision:
-        if self.future is not None:
-            return self.future.result()
-        assert self.decision is not None
-        return self.decision
-
-    def to_json(self) -> dict[str, Any] | None:
-        try:
-            decision = self.result()
-        except Exception:
-            return None  # It comes to nothing, and says so at its time.
-        record = decision.record
-        return {
-            "switch_at": self.switch_at,
-            "plans": _plans_to_json(decision.plans),
-            "model": None if decision.model is None else dataclasses.astuple(decision.model),
-            "failed": decision.failed,
-            "record": None if record is None else record.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any] | None) -> _Pending | None:
-        if data is None:
-            return None
-        record = data["record"]
-        decision = Decision(
-            plans=_plans_from_json(data["plans"]),
-            record=None if record is None else Adaptation.from_json(record),
-            model=None if data["model"] is None else decide.Model(*data["model"]),
-            failed=data["failed"],
-        )
-        return cls(data["switch_at"], None, decision)
-
-
-def _plans_to_json(plans: Plans | None) -> Any:
-    return None if plans is None else [[place, plan.to_json()] for place, plan in plans]
-
-
-def _plans_from_json(data: Any) -> Plans | None:
-    return None if data is None else tuple((place, Plan.from_json(p)) for place, p in data)
 
 
 def _basis(policy: PolicyLike | None, bits: float | None) -> Policy:

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jact.adapt import modes
 from jact.adapt.allocate import Allocation
 from jact.adapt.budget import Budget, Landscape, guessed
 from jact.adapt.fit import Model, fit
 from jact.adapt.history import Adaptation, joined
 from jact.adapt.modes import Plans, Probing
+from jact.adapt.sketch import spread
 from jact.adapt.steps import Arguments, Steps
 from jact.adapt.table import Sensitivities
 
@@ -157,9 +157,9 @@ def noise_of(
     for place, table in zip(landscape.places, landscape.tables, strict=True):
         own, rest = rest[: len(table.names)], rest[len(table.names) :]
         variance = table.error[np.arange(len(own)), own] - table.bias[np.arange(len(own)), own]
-        spread = modes.spread(figures[place])
-        if spread:
-            ratios.append(float(variance.sum()) / float(figures[place]["count"]) / spread)
+        own_variance = spread(figures[place])
+        if own_variance:
+            ratios.append(float(variance.sum()) / float(figures[place]["count"]) / own_variance)
     return max(ratios, default=None)
 
 

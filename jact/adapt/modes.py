@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import os.path
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax import lax
 from jact import compat
 from jact.adapt import exact, hoist, layout
 from jact.adapt.probe import Probe
+from jact.adapt.sketch import sketch
 from jact.adapt.table import Layout
 from jact.codecs import Keep, Quantize
 from jact.codecs.quantize import BITS
@@ -34,10 +35,6 @@ from jact.engine.trace import Traced
 from jact.plan import Plan
 from jact.policy import Policy
 from jact.transform import Compressed
-
-#: Draws and columns of the sketch of a gradient. The square of its norm is that of the gradient's,
-#: up to a relative error between `sqrt(2 / draws)`, 25 %, and `sqrt(2 / draws / columns)`, 9 %.
-SKETCH = (32, 8)
 
 #: Plans by the place of the function that each is for.
 type Plans = tuple[tuple[str, Plan], ...]
@@ -115,7 +112,7 @@ def run_comparing(
     values = list(traced.values)
 
     def mark(cotangents: Sequence[Any], name: str, grads: Sequence[Any]) -> list[Any]:
-        return hoist.emit(cotangents, place, {name: _sketch(lax.stop_gradient(grads))})
+        return hoist.emit(cotangents, place, {name: sketch(lax.stop_gradient(grads))})
 
     @jax.custom_vjp
     def coded(moving: list[Any]) -> list[Any]:
@@ -280,7 +277,7 @@ def _measure(
     ]
     measure = exact.at if mode.method == "exact" else mode.probe.at
     grads, statistics = measure(_key(values, place, mode.seed), target, residuals, table)
-    sketched = _sketch(grads)
+    sketched = sketch(grads)
     return {
         **statistics,
         "count": jnp.ones(()),
@@ -371,37 +368,3 @@ def _key(values: Sequence[Any], place: str, seed: int) -> jax.Array:
             total = jnp.sum(jnp.abs(value).astype(jnp.float32))
             bits = bits * jnp.uint32(0x9E3779B1) + lax.bitcast_convert_type(total, jnp.uint32)
     return jax.random.key(bits)
-
-
-def _sketch(grads: Sequence[Any]) -> jax.Array:
-    """Random sums of a gradient, float32 `[draws, columns]`.
-
-    Each element takes part in one sum of each draw, with a random sign that is always the same. So
-    a sketch is linear, and its squared norm is that of the gradient on average (Charikar, Chen and
-    Farach-Colton, Finding Frequent Items in Data Streams, 2002).
-    """
-    draws, columns = SKETCH
-    keys = jax.random.split(jax.random.key(0x6A616374), len(grads))
-    bits = [jax.random.bits(k, g.shape, jnp.uint32) for k, g in zip(keys, grads, strict=True)]
-
-    def sums(carry: None, shift: jax.Array) -> tuple[None, jax.Array]:
-        total = jnp.zeros(columns)
-        for grad, random in zip(grads, bits, strict=True):
-            sign = 1.0 - 2.0 * ((random >> shift) & jnp.uint32(1)).astype(jnp.float32)
-            moved = jnp.real(grad).astype(jnp.float32) * sign
-            rows = jnp.atleast_1d(moved.sum(tuple(range(grad.ndim - 1))))
-            folded = jnp.pad(rows, (0, -rows.size % columns)).reshape(-1, columns)
-            total = total + folded.sum(0)
-        return carry, total
-
-    _, sketch = lax.scan(sums, None, jnp.arange(draws, dtype=jnp.uint32))
-    return sketch / jnp.sqrt(jnp.float32(draws))
-
-
-def spread(figures: Mapping[str, np.ndarray]) -> float | None:
-    """The variance of a gradient over the batches of one probe; None where there was only one."""
-    count = float(figures["count"])
-    if count < 2:
-        return None
-    mean = figures["sketch"] / count
-    return float((figures["sketch_squared"] / count - (mean**2).sum()) * count / (count - 1))
