@@ -123,7 +123,8 @@ def total(figures: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[
         for place, values in found.items():
             own = result.setdefault(place, {})
             for name, value in values.items():
-                own[name] = own.get(name, 0.0) + np.asarray(value, np.float64)
+                # In one order of memory, so that sums over it round alike after a resumption.
+                own[name] = own.get(name, 0.0) + np.array(value, np.float64, order="C")
     return result
 
 
