@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jact.memory
 from benchmarks import (
+    adaptive,
     choose,
     codecs,
     fidelity,
@@ -30,6 +31,7 @@ COMMANDS = {
     "flax": flax,
     "frontier": frontier,
     "sensitivity": sensitivity,
+    "adaptive": adaptive,
     "codecs": codecs,
     "kernels": kernels,
 }

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jact import codecs, memory, presets
+from jact.adapt.controller import Controller
 from jact.adapt.sensitivity import sensitivity
 from jact.adapt.table import Sensitivities
 from jact.memory.report import Report, report
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Controller",
     "Plan",
     "Policy",
     "Report",

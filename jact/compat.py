@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax._src import config as _config
+from jax._src import mesh as _mesh
 from jax.api_util import shaped_abstractify
 from jax.core import Tracer
 from jax.extend import core as jex
@@ -346,3 +348,70 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 def is_ref(aval: Any) -> bool:
     """Whether a type is that of a mutable array reference."""
     return type(aval).__name__ == "AbstractRef"
+
+
+def _settings() -> list[Any]:
+    """JAX's settings that a context manager changes for the thread it runs in."""
+    members = (*vars(_config).values(), *vars(_mesh).values(), *_config.config_states.values())
+    found = [x for x in members if isinstance(x, _config.config_ext.Config)]
+    return list({id(x): x for x in found}.values())
+
+
+def thread_settings() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What context managers have changed in this thread, as a context for another thread.
+
+    Meshes, precisions and promotion rules are among it: a function traced in another thread would
+    become a different one without them.
+    """
+    values = [(c, c.get_local()) for c in _settings()]
+    values = [(c, value) for c, value in values if value is not _config.config_ext.unset]
+    environment = _mesh.thread_resources.env
+
+    @contextlib.contextmanager
+    def settings() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, _mesh.thread_resources, "env", _mesh.thread_resources.env)
+            _mesh.thread_resources.env = environment
+            for setting, value in values:
+                stack.callback(setting.set_local, setting.swap_local(value))
+            yield
+
+    return settings
+
+
+#: What functions with an adaptive policy do while they are traced. JAX keeps what it has traced of
+#: inner functions (`jax.jit`, the bodies of loops) by the function and by such contexts.
+_trace_mode = jax.make_user_context(None)
+
+
+def trace_mode() -> Any:
+    """The mode that functions are traced in; see `trace_in`."""
+    return _trace_mode.value
+
+
+def trace_in(mode: Any) -> contextlib.AbstractContextManager[None]:
+    """Sets, for this thread, the mode that functions are traced in.
+
+    What is traced, or called from JAX's caches, in one mode never serves another.
+
+    Args:
+        mode: hashable; modes that are equal trace alike.
+    """
+    return _trace_mode(mode)  # type: ignore[return-value]
+
+
+def current_scopes() -> str:
+    """The name stack at this point of a trace, such as `jvp(Model)/Block_0`."""
+    return str(source_info_util.current_name_stack())
+
+
+def varying[T](tree: T) -> T:
+    """Arrays that were made from nothing, as ones that differ from device to device.
+
+    Inside of `shard_map` JAX tells these apart from arrays that are the same everywhere, and what
+    the backward pass hands back has to be of the same kind. Elsewhere it is the identity.
+    """
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if not axes:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)

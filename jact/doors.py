@@ -11,6 +11,9 @@ Each door is a module (`jact.linen`, `jact.nnx`) of these functions:
   None for itself;
 - `is_method(method)`: whether a bound method is one of a module's own.
 
+A door whose modules are no pytrees to `jax.jit` also has `jit`, `map_arrays` and `functional`; see
+`jact.nnx`.
+
 A door is imported when its half of Flax has been: nothing else can be a module of it.
 """
 

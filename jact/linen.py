@@ -18,8 +18,7 @@ from flax.core import lift
 
 from jact import compat
 from jact.engine.trace import function_name, keep_filter
-from jact.plan import Plan
-from jact.policy import Policy
+from jact.plan import Resolved
 from jact.transform import Compressed
 
 type Keep = int | str | Sequence[int | str]
@@ -39,7 +38,7 @@ def is_target(target: Any) -> bool:
 
 
 def compress(
-    target: Any, policy: Policy | Plan | None, keep: Keep, methods: Sequence[str] | None
+    target: Any, policy: Resolved | None, keep: Keep, methods: Sequence[str] | None
 ) -> Any:
     """Compresses a Linen class, a partial of one, or an instance; see `jact.compress`."""
     if isinstance(target, nn.Module):
@@ -105,7 +104,7 @@ def method(function: Compressed, owner: type) -> Callable[..., Any]:
 
 def _lift(
     fun: Callable[..., Any],
-    policy: Policy | Plan | None,
+    policy: Resolved | None,
     is_kept: IsKept,
     target: Callable[..., Any],
 ) -> Callable[..., Any]:
@@ -155,7 +154,7 @@ def _lift(
 
 @functools.lru_cache(maxsize=256)
 def _class(
-    cls: type[nn.Module], policy: Policy | Plan, keep: Any, methods: tuple[str, ...]
+    cls: type[nn.Module], policy: Resolved, keep: Any, methods: tuple[str, ...]
 ) -> type[nn.Module]:
     options = {}
     for name in methods:
@@ -174,7 +173,7 @@ def _class(
 
 
 def _instance(
-    module: nn.Module, policy: Policy | Plan | None, keep: Keep, methods: Sequence[str] | None
+    module: nn.Module, policy: Resolved | None, keep: Keep, methods: Sequence[str] | None
 ) -> Any:
     if policy is None:
         return module

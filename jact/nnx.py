@@ -7,10 +7,11 @@ as a result, and is then written to the caller's. Variables are inputs that jact
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +21,7 @@ from jact import compat
 from jact.engine.compressed import Prepared
 from jact.engine.scopes import in_scope
 from jact.engine.trace import keep_filter
-from jact.plan import Plan, PolicyLike, resolve
-from jact.policy import Policy
+from jact.plan import PolicyLike, Resolved, resolve
 from jact.transform import Compressed
 
 __all__ = ["grad", "value_and_grad"]
@@ -163,7 +163,7 @@ def is_target(target: Any) -> bool:
 
 
 def compress(
-    target: Any, policy: Policy | Plan | None, keep: Keep, methods: Sequence[str] | None
+    target: Any, policy: Resolved | None, keep: Keep, methods: Sequence[str] | None
 ) -> Any:
     """Compresses an NNX class or instance; see `jact.compress`."""
     if policy is None:
@@ -180,7 +180,7 @@ def compress(
 
 
 @functools.lru_cache(maxsize=256)
-def _class(cls: type, policy: Policy | Plan, keep: Any, methods: tuple[str, ...]) -> type:
+def _class(cls: type, policy: Resolved, keep: Any, methods: tuple[str, ...]) -> type:
     members: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     members["__doc__"] = cls.__doc__
     for name in methods:
@@ -232,6 +232,30 @@ def _loss(function: Compressed, args: tuple[Any, ...]) -> _Loss:
     positions = [i % max(len(args), 1) for i in function._differentiated]
     parameters = dict.fromkeys(positions, nnx.Param)
     return _Loss(function.__wrapped__, parameters, function._has_aux, function.policy)
+
+
+#: What takes the place of `jax.jit` for functions with modules among their arguments.
+jit = nnx.jit
+
+
+def map_arrays(tree: Any, fun: Callable[[Any], Any]) -> Any:
+    """A pytree with NNX objects in it, mapped like `jax.tree.map`; what is shared stays shared."""
+    nodes, rest = _take_nodes(tree)
+    graph, state = nnx.split(nodes)
+    return _put_nodes(jax.tree.map(fun, rest), nnx.merge(graph, jax.tree.map(fun, state)))
+
+
+@contextlib.contextmanager
+def functional(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """A function with modules among its arguments, as one of arrays, and its arguments.
+
+    What it writes to the modules is lost.
+    """
+    with nnx.update_context(_TAG):
+        pure = _Pure(fun, args, kwargs)
+        yield pure, pure.args, pure.kwargs
 
 
 def method(function: Compressed, owner: type) -> None:
@@ -341,7 +365,7 @@ class _Loss(Compressed):
         fun: Callable[..., Any],
         differentiated: Mapping[int, nnx.filterlib.Filter],
         has_aux: bool,
-        policy: Policy | Plan | None,
+        policy: Resolved | None,
     ):
         super().__init__(fun, policy, lambda where: True, has_aux, tuple(differentiated))
         if isinstance(fun, functools.partial):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jact import codecs, policy, presets
 from jact.codecs import Codec
@@ -94,16 +94,39 @@ class Plan:
             raise ValueError(f"the text is not that of a plan: {error}") from error
 
 
+@runtime_checkable
+class Adaptive(Protocol):
+    """What chooses a policy anew whenever a function is traced, such as a `jact.Controller`."""
+
+    @property
+    def current(self) -> Policy | Plan:
+        """The policy or plan for a function that is looked at rather than run."""
+        ...
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function under the policy for this trace.
+
+        Args:
+            function: a `jact.transform.Compressed` with this policy.
+            args: its positional arguments: pytrees of arrays.
+            kwargs: its keyword arguments, likewise.
+        """
+        ...
+
+
+#: What a policy argument stands for, unless it is "off".
+type Resolved = Policy | Plan | Adaptive
+
 #: What may be given as a policy.
-type PolicyLike = str | Codec | Policy | Plan
+type PolicyLike = str | Codec | Resolved
 
 
-def resolve(policy: PolicyLike) -> Policy | Plan | None:
+def resolve(policy: PolicyLike) -> Resolved | None:
     """The policy that a user's `policy` argument stands for; None for "off".
 
     Raises:
         ValueError: for an unknown preset; names the presets.
-        TypeError: for anything that is not a preset, codec, policy or plan.
+        TypeError: for anything that is not a preset, codec, policy, plan or controller.
     """
     if isinstance(policy, Policy | Plan):
         return policy
@@ -112,14 +135,17 @@ def resolve(policy: PolicyLike) -> Policy | Plan | None:
             return None
         if policy not in presets.NAMES:
             raise ValueError(
-                f"policy must be one of {', '.join(presets.NAMES)}, or a codec, a jact.Policy or a "
-                f"jact.Plan; got {policy!r}"
+                f"policy must be one of {', '.join(presets.NAMES)}, or a codec, a jact.Policy, a "
+                f"jact.Plan or a jact.Controller; got {policy!r}"
             )
         if policy in presets.POLICIES:
             return presets.POLICIES[policy]
         return Policy(default=policy)
     if isinstance(policy, Codec):
         return Policy(default=policy)
+    if isinstance(policy, Adaptive) and not isinstance(policy, type):
+        return policy
     raise TypeError(
-        f"policy must be a preset's name, a codec, a jact.Policy or a jact.Plan; got {policy!r}"
+        "policy must be a preset's name, a codec, a jact.Policy, a jact.Plan or a jact.Controller; "
+        f"got {policy!r}"
     )

@@ -14,7 +14,7 @@ from jact import doors
 from jact.engine.compressed import Prepared, compressed, prepare
 from jact.engine.select import plan_of
 from jact.engine.trace import Traced, function_name, keep_filter
-from jact.plan import Plan, PolicyLike, resolve
+from jact.plan import Adaptive, Plan, PolicyLike, Resolved, resolve
 from jact.policy import Policy
 
 
@@ -59,7 +59,7 @@ def compress(
     Args:
         fun: the function, method, class or module. Omitted, the result is a decorator.
         policy: how residuals are stored: a preset ("int8", "int4", "int2", "int1", "bf16", "fp8",
-            "fp8_e5m2", "off"), a codec, a `jact.Policy` or a `jact.Plan`.
+            "fp8_e5m2", "off"), a codec, a `jact.Policy`, a `jact.Plan` or a `jact.Controller`.
         keep: positions of positional arguments, or names of keyword arguments, that outlive the
             call (parameters) and are kept by reference, as is what `fun` closes over. The
             floating-point arrays in all other arguments are activations, and are encoded where the
@@ -124,7 +124,7 @@ class Compressed:
     def __init__(
         self,
         fun: Callable[..., Any],
-        policy: Policy | Plan | None,
+        policy: Resolved | None,
         is_kept: Callable[[int | str], bool],
         has_aux: bool = False,
         differentiated: Sequence[int] = (),
@@ -149,10 +149,17 @@ class Compressed:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function with arguments that are pytrees of arrays, whatever their nodes."""
         assert self.policy is not None
-        traced = self._trace(args, kwargs)
+        if isinstance(self.policy, Adaptive):
+            return self.policy.run(self, args, kwargs)
+        traced = self.trace(args, kwargs)
         # A plan says what is saved, so nothing else may be.
         if not isinstance(self.policy, Plan):
             traced.specialise()
+        return self.run_traced(traced)
+
+    def run_traced(self, traced: Traced) -> Any:
+        """Calls the function as it was traced, at its own arguments."""
+        assert isinstance(self.policy, Policy | Plan)
         run = compressed(
             traced.closed,
             traced.inputs,
@@ -194,8 +201,7 @@ class Compressed:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], rewritten: bool = True
     ) -> Prepared:
         """`prepare` for arguments that are pytrees of arrays, whatever their nodes."""
-        assert self.policy is not None
-        traced = self._trace(args, kwargs)
+        traced = self.trace(args, kwargs)
         outs = [v.aval.shape for v in traced.closed.jaxpr.outvars]
         if self._differentiated and outs[: traced.num_differentiated_outputs] != [()]:
             raise TypeError(
@@ -207,16 +213,29 @@ class Compressed:
             traced.values,
             traced.inputs,
             traced.num_differentiated_outputs,
-            self.policy,
+            self.basis,
             rewritten,
         )
+
+    @property
+    def basis(self) -> Policy | Plan:
+        """The policy or plan to analyse the function under."""
+        assert self.policy is not None
+        return self.policy.current if isinstance(self.policy, Adaptive) else self.policy
+
+    def under(self, policy: Policy | Plan) -> Compressed:
+        """The same function under another policy."""
+        function = copy.copy(self)
+        function.policy = policy
+        return function
 
     def _door(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
         # What `jax.grad` differentiates with respect to a module gets a copy of it.
         pytrees = self._differentiated and not self.any_library
         return None if pytrees else doors.of_call(args, kwargs)
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        """The function traced at some arguments that are pytrees of arrays."""
         differentiated = [n % max(len(args), 1) for n in self._differentiated]
         fun = self.__wrapped__
         return Traced(fun, args, kwargs, self.is_kept, self._has_aux, differentiated)
@@ -345,9 +364,7 @@ def make_plan(
     function = as_compressed(fun, policy, argnums, has_aux)
 
     def planner(*args: Any, **kwargs: Any) -> Plan:
-        prepared = function.prepare(args, kwargs)
-        assert function.policy is not None
-        return plan_of(prepared.saved, function.policy)
+        return plan_of(function.prepare(args, kwargs).saved, function.basis)
 
     return planner
 

@@ -106,6 +106,45 @@ def measure(
     )
 
 
+def at(
+    key: Any, traced: Traced, residuals: layouts.Residuals, layout: Layout
+) -> tuple[list[Any], dict[str, Any]]:
+    """Likewise at the values of a traced function, from two draws each; itself traceable.
+
+    Args:
+        key: a typed key, of the noise.
+        traced: the function; its first result is a scalar.
+        residuals: its residuals.
+        layout: their table.
+
+    Returns:
+        The gradient, flat, and the statistics that `Sensitivities.from_statistics` takes.
+    """
+    exact = _gradient(traced, residuals, layout, (jnp.int32(0), jnp.int32(0), jnp.uint32(0)))
+    coded = [j for j, codec in enumerate(layout.codecs) if not isinstance(codec, Keep)]
+    pairs = [(i, j) for i, j in zip(*np.nonzero(layout.supported), strict=True) if j in coded]
+    error = jnp.zeros(layout.supported.shape, jnp.float32)
+    statistics = {"error": error, "bias": error, "gradient": _dot(exact, exact)}
+    if not pairs:
+        return exact, statistics
+    seeds = jax.random.bits(key, (len(pairs), 2), jnp.uint32)
+
+    def compare(_: None, at: Any) -> tuple[None, Any]:
+        residual, codec, seeds = at
+        changes = []
+        for seed in seeds:
+            rounded = _gradient(traced, residuals, layout, (residual, codec, seed))
+            changes.append([a - b for a, b in zip(rounded, exact, strict=True)])
+        a, b = changes
+        return None, ((_dot(a, a) + _dot(b, b)) / 2, jnp.maximum(_dot(a, b), 0))
+
+    rows, columns = (jnp.array(x, jnp.int32) for x in zip(*pairs, strict=True))
+    _, (errors, biases) = lax.scan(compare, None, (rows, columns, seeds))
+    statistics["error"] = error.at[rows, columns].set(errors)
+    statistics["bias"] = error.at[rows, columns].set(biases)
+    return exact, statistics
+
+
 def _gradient(
     traced: Traced, residuals: layouts.Residuals, layout: Layout, operands: Any
 ) -> list[Any]:

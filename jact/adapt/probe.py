@@ -100,8 +100,7 @@ class Probe:
     @property
     def basis(self) -> Policy:
         """The policy that chooses the residuals."""
-        policy = self._function.policy
-        assert policy is not None
+        policy = self._function.basis
         return policy.basis if isinstance(policy, Plan) else policy
 
     def __call__(
@@ -182,7 +181,7 @@ class Probe:
     ) -> tuple[list[Any], list[Any], dict[str, Any]]:
         layout = pass_.layout
         sign_key, seed_key = jax.random.split(key)
-        rows = {name: jnp.zeros(len(layout.codecs), jnp.float32) for name in layout.names}
+        rows = compat.varying({n: jnp.zeros(len(layout.codecs), jnp.float32) for n in layout.names})
         gradients, outs, pull = pass_.differentiate(VarianceTaps(layout), rows, values)
         error = jnp.zeros(layout.supported.shape, jnp.float32)
         for k in jax.random.split(sign_key, self._samples):
@@ -211,12 +210,21 @@ class Probe:
         everything = jnp.int32(-1)
         rounded = pass_.gradient(Rounding(layout), (everything, codec, seed), values)
         change = [a - b for a, b in zip(rounded, exact, strict=True)]
-        rows = {name: jnp.zeros(3, jnp.float32) for name in layout.names}
+        rows = compat.varying({name: jnp.zeros(3, jnp.float32) for name in layout.names})
         # Other noise than that of the change: what they have in common is the bias.
         operands = (rows, codec, seed + jnp.uint32(2))
         _, _, pull = pass_.differentiate(BiasTaps(layout), operands, values)
         ((found, _, _),) = pull(change)
         return _stack(layout, found)
+
+    def at(
+        self, key: Any, traced: Traced, residuals: layouts.Residuals, layout: Layout
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The gradient of a traced function at its own values, flat, and the statistics."""
+        _, gradients, statistics = self._measure(
+            _Pass(traced, residuals, layout), key, traced.values
+        )
+        return gradients, statistics
 
     def statistics(self, key: jax.Array, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
         """The statistics alone, compiled and run; arguments that are no arrays are static."""
@@ -231,7 +239,7 @@ class Probe:
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The function, traced at some arguments."""
-        return self._function._trace(args, kwargs)
+        return self._function.trace(args, kwargs)
 
 
 class _Pass:

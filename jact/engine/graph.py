@@ -420,7 +420,11 @@ def _mask_if_it_pays(aval: Any) -> Codec:
 
 def module_path(eqn: Equation) -> str:
     """The name scopes of an equation, without JAX's transformations; empty or ending in a slash."""
-    scopes = compat.name_scopes(eqn.source_info)
+    return scope_path(compat.name_scopes(eqn.source_info))
+
+
+def scope_path(scopes: str) -> str:
+    """A name stack without JAX's transformations; empty or ending in a slash."""
     # "transpose(jvp(Model))/Block_0" and "jvp()/Block_0" both lose their wrappers.
     while (plain := re.sub(r"\w+\(([^()]*)\)", r"\1", scopes)) != scopes:
         scopes = plain

@@ -21,7 +21,7 @@ from jact.memory.report_rows import (
     plain_residuals,
     plain_rows,
 )
-from jact.plan import Plan, PolicyLike
+from jact.plan import Adaptive, Plan, PolicyLike, Resolved
 from jact.policy import Policy
 from jact.transform import Compressed, as_compressed
 
@@ -224,9 +224,11 @@ def _exact(function: Compressed) -> Compressed:
     return function
 
 
-def _describe(policy: Policy | Plan | None) -> str:
+def _describe(policy: Resolved | None) -> str:
     if policy is None:
         return "off"
+    if isinstance(policy, Adaptive):
+        return f"a controller with {_describe(policy.current)}"
     if isinstance(policy, Plan):
         return f"a plan made from {_describe(policy.basis)}"
     default = policy.default if isinstance(policy.default, str) else policy.default.name

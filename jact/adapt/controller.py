@@ -1,0 +1,487 @@
+"""The controller: measures now and then, and trains with the plan that the measurements ask for."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import logging
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jact import compat
+from jact.adapt import decide, history, modes
+from jact.adapt.adaptive_step import AdaptiveStep
+from jact.adapt.budget import Budget
+from jact.adapt.decide import Decision
+from jact.adapt.history import Adaptation, joined
+from jact.adapt.modes import Comparing, Fixed, Listing, Plans, Probing
+from jact.adapt.probe import Probe
+from jact.adapt.state import Measuring, Pending, plans_from_json, plans_to_json
+from jact.adapt.steps import Arguments, Program, Steps
+from jact.codecs import Codec
+from jact.plan import Plan, PolicyLike, resolve
+from jact.policy import Policy
+
+logger = logging.getLogger("jact.adapt")
+
+#: Batches that one adaptation measures: two, so that it also learns how gradients differ between
+#: batches.
+_BATCHES = 2
+
+#: Measurements in a row that may come out as infinite or NaN before the next period is waited for.
+_RETRIES = 5
+
+
+class Controller:
+    """A policy that follows the training: it measures, and spends the bytes where they matter.
+
+    Give it as the `policy` of `jact.value_and_grad`, `jact.grad` or `jact.compress` (or of
+    `jact.nnx.value_and_grad`), inside of a training step that `controller.jit` compiles:
+
+        controller = jact.Controller(bits=4)
+
+        @controller.jit
+        def train_step(state, batch):
+            loss, grads = jact.value_and_grad(loss_fn, policy=controller)(state.params, batch)
+            return state.apply_gradients(grads=grads), loss
+
+    At the first step, at every `every`-th and when asked, it *probes*: it runs a second function,
+    traced from the same step on the same arguments, of which only the sensitivities are results.
+    XLA drops the optimizer from that, it donates nothing, and it returns nothing of the user's; so
+    parameters, random streams, gradients and statistics stay what they are. From the sensitivities
+    of two successive batches follows the plan of least error within the budget.
+
+    A new plan is taken only where its expected squared error is lower by more than `min_gain`. The
+    step is compiled for it in a thread, while training goes on with the old plan, and is taken
+    exactly `switch_after` steps after the probe. Were it taken as soon as it is ready, two runs of
+    the same seed could differ. Only where it is not ready by then, training waits for it.
+
+    Outside of a step compiled by `jit`, functions with this policy follow the present plan.
+
+    Args:
+        bits: average bits per element, as `Budget` has it. With neither `fraction` nor `memory`
+            the default is 4.
+        fraction: of the residuals' uncompressed bytes.
+        memory: the step's compiled peak (temporary memory, as `jact.memory.peak` tells): bytes, or
+            a text such as "2 GiB". The first step is compiled up to five times to find the plan.
+        every: steps between adaptations.
+        codecs: the candidates, besides keeping a residual as it is.
+        sensitivity: "local" takes all residuals from one backward pass, "exact" takes two backward
+            passes for each residual and codec.
+        policy: chooses *which* values are residuals, and keeps what its rules keep. None is "int2"
+            for up to 2.5 bits, and "int4" for more.
+        min_gain: the part of the expected squared error that a new plan has to save.
+        switch_after: steps from a probe to the switch; None is half of `every`.
+        max_compiled: how many compiled steps are kept; the one used last is dropped first.
+        seed: of the random directions that sensitivities are measured along.
+
+    Attributes:
+        history: one `jact.adapt.Adaptation` for each time it measured.
+
+    Raises:
+        ValueError: for more than one budget, or an argument out of range.
+        TypeError: for an argument of the wrong type.
+
+    References:
+        Liu et al., GACT: Activation Compressed Training for Generic Network Architectures, ICML
+        2022, sections 4 and 5.
+
+    >>> import jax, jax.numpy as jnp, jact
+    >>> controller = jact.Controller(bits=4, codecs=("int8", "int4", "int2"))
+    >>> def loss(params, x):
+    ...     for w in params:
+    ...         x = jnp.tanh(x @ w)
+    ...     return jnp.mean(x**2)
+    >>> @controller.jit
+    ... def step(params, x):
+    ...     grads = jact.grad(loss, policy=controller)(params, x)
+    ...     return jax.tree.map(lambda p, g: p - g, params, grads)
+    >>> params = [jnp.eye(64) * s for s in (1.0, 0.1)]
+    >>> for i in range(3):
+    ...     params = step(params, jax.random.normal(jax.random.key(i), (256, 64)))
+    >>> len(controller.plan.entries), controller.history[0].reason
+    (2, 'first')
+    """
+
+    def __init__(
+        self,
+        *,
+        bits: float | None = None,
+        fraction: float | None = None,
+        memory: int | str | None = None,
+        every: int = 500,
+        codecs: Sequence[Codec | str] = ("int8", "int4", "int2"),
+        sensitivity: Literal["local", "exact"] = "local",
+        policy: PolicyLike | None = None,
+        min_gain: float = 0.1,
+        switch_after: int | None = None,
+        max_compiled: int = 4,
+        seed: int = 0,
+    ):
+        if bits is None and fraction is None and memory is None:
+            bits = 4
+        self.budget = Budget(bits=bits, fraction=fraction, memory=memory)
+        self.every = _at_least(2, every, "every")
+        self.switch_after = every // 2 if switch_after is None else switch_after
+        if not 1 <= _at_least(1, self.switch_after, "switch_after") <= every:
+            raise ValueError(f"switch_after must be at most every={every}, got {switch_after}")
+        if sensitivity not in ("local", "exact"):
+            raise ValueError(f'sensitivity must be "local" or "exact", got {sensitivity!r}')
+        if not 0 <= min_gain < 1:
+            raise ValueError(f"min_gain must be at least 0 and below 1, got {min_gain!r}")
+        self.min_gain = min_gain
+        self.max_compiled = _at_least(2, max_compiled, "max_compiled")
+        self.history: list[Adaptation] = []
+        self._owner = object()
+        self._basis = _basis(policy, bits)
+        self._mode = Probing(
+            owner=self._owner,
+            basis=self._basis,
+            probe=Probe(_nothing, codecs, policy=self._basis),
+            method=sensitivity,
+            seed=_at_least(0, seed, "seed"),
+        )
+        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
+        self._steps: Steps | None = None
+        self._step = 0
+        self._plans: Plans | None = None
+        self._model: Any = None
+        self._asked = ""
+        self._failures = 0
+        self._measuring: Measuring | None = None
+        self._pending: Pending | None = None
+
+    # What users see of it.
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use; None before the first step.
+
+        Where the step has several functions with this policy, the names of residuals begin with
+        those of the functions.
+        """
+        return None if self._plans is None else joined(self._plans)
+
+    @property
+    def current(self) -> Policy | Plan:
+        """The plan in use, or the policy that chooses residuals before there is one."""
+        plans = self._plans or ()
+        return plans[0][1] if len(plans) == 1 else self._basis
+
+    @property
+    def step(self) -> int:
+        """How many steps were run."""
+        return self._step
+
+    @property
+    def compilations(self) -> int:
+        """How many plans the step was compiled for."""
+        return 0 if self._steps is None else self._steps.compilations
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Figures for TensorBoard, clu or Weights & Biases, by name; cheap at every step."""
+        metrics = {
+            "jact/step": float(self._step),
+            "jact/adaptations": float(len(self.history)),
+            "jact/switches": float(sum(a.switched for a in self.history)),
+            "jact/compilations": float(self.compilations),
+        }
+        if self.history:
+            last = self.history[-1]
+            metrics |= {
+                "jact/predicted_error": last.predicted_error,
+                "jact/bits": last.bits,
+                "jact/code_bytes": float(last.nbytes),
+            }
+            optional = {
+                "jact/measured_error": last.measured_error,
+                "jact/peak_bytes": last.peak,
+                "jact/noise": last.noise,
+            }
+            metrics |= {k: float(v) for k, v in optional.items() if v is not None}
+        return metrics
+
+    def report(self) -> str:
+        """A text: the budget, every adaptation, and the present plan residual by residual."""
+        return history.report(self.history, f"controller with {self.budget}, step {self._step}")
+
+    def adapt(self) -> None:
+        """Has the controller measure at the next step, whatever the period says."""
+        self._asked = "asked"
+
+    def measure(self, *args: Any, **kwargs: Any) -> float:
+        """Measures how far the gradient errs under the present plan, for one batch.
+
+        It is compiled for that, in the foreground, and takes the memory of plain JAX. The result
+        becomes the `measured_error` of the last record in `history`. Nothing is changed by it.
+
+        Args:
+            *args: the arguments of the step.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            The relative error `|g - g0| / |g0|`, from random projections to 256 numbers (10 %).
+
+        Raises:
+            ValueError: before the first step, when there is no plan yet.
+        """
+        program = self.present(self._steps, args, kwargs)
+        assert self._steps is not None
+        found = decide.total([self._steps.compare(program, args, kwargs)])
+        squares = [
+            ((f["coded"] - f["exact"]) ** 2).sum() / (f["exact"] ** 2).sum() for f in found.values()
+        ]
+        error = float(np.sqrt(np.mean(squares)))
+        self.history[-1] = dataclasses.replace(self.history[-1], measured_error=error)
+        return error
+
+    def jit(self, fun: Callable[..., Any] | None = None, **options: Any) -> Any:
+        """Compiles a training step that follows this controller; takes the place of `jax.jit`.
+
+        Args:
+            fun: the step. Omitted, the result is a decorator.
+            **options: those of `jax.jit` (static_argnums, donate_argnums, in_shardings, ...); of
+                `flax.nnx.jit` where the step is called with NNX modules, whose state is then
+                updated as `nnx.jit` updates it.
+
+        Returns:
+            A function like the step.
+
+        Raises:
+            ValueError: when the controller already follows another step.
+        """
+        if fun is None:
+            return functools.partial(self.jit, **options)
+        if not callable(fun):
+            raise TypeError(f"fun must be callable, got {fun!r}")
+        # A notebook's cell may define its step anew.
+        if self._steps is not None and _name(self._steps.fun) != _name(fun):
+            raise ValueError(
+                f"the controller already follows {_name(self._steps.fun)}; make another controller "
+                f"for {_name(fun)}"
+            )
+        self._steps = Steps(fun, options, self._owner, self._basis, self.max_compiled)
+        return AdaptiveStep(self._steps, self)
+
+    # What `jact.plan.Adaptive` asks for.
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a compressed function whose policy this is; see `jact.plan.Adaptive`."""
+        mode = compat.trace_mode()
+        if isinstance(mode, Probing) and mode.owner is self._owner:
+            return modes.run_probing(function, args, kwargs, mode)
+        if isinstance(mode, Comparing) and mode.owner is self._owner:
+            return modes.run_comparing(function, args, kwargs, mode)
+        if isinstance(mode, Listing) and mode.owner is self._owner:
+            return modes.run_listing(function, args, kwargs, mode)
+        if not (isinstance(mode, Fixed) and mode.owner is self._owner):
+            mode = Fixed(self._owner, self._plans or (), self._basis)
+        return modes.run_fixed(function, args, kwargs, mode)
+
+    # What its step calls.
+
+    def before(self, steps: Steps, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """Does whatever is due before the next step, and returns its program."""
+        if steps is not self._steps:
+            raise ValueError(f"the controller follows a later definition of {_name(steps.fun)}")
+        if self._pending is not None and self._step >= self._pending.switch_at:
+            self._settle()
+        arguments = None
+        if self._measuring is not None or self._is_due():
+            arguments = Arguments(args, kwargs)
+            self._measure(steps, arguments, args, kwargs)
+        elif self._pending is not None and self._pending.future is None:
+            arguments = Arguments(args, kwargs)
+            self._resume(steps, arguments)
+        assert self._plans is not None
+        program = steps.find(self._plans)
+        if program is None:
+            program = steps.get(self._plans, arguments or Arguments(args, kwargs))
+        return program
+
+    def _is_due(self) -> bool:
+        if self._pending is not None:
+            return False
+        if self._plans is None:
+            self._asked = "first"
+        elif self._step % self.every == 0 and self._step > 0 and not self._asked:
+            self._asked = "periodic"
+        return bool(self._asked)
+
+    def _measure(self, steps: Steps, arguments: Arguments, args: Any, kwargs: Any) -> None:
+        """Probes the step with its arguments, and decides once enough batches were measured."""
+        found = steps.probe(self._mode, args, kwargs)
+        measuring = self._measuring or Measuring(self._asked)
+        measuring.add(found)
+        self._asked, self._measuring = "", measuring
+        situation = decide.Situation(
+            step=self._step,
+            reason=measuring.reason,
+            plans=self._plans,
+            model=self._model,
+            budget=self.budget,
+            min_gain=self.min_gain,
+            figures=measuring.figures,
+            mode=self._mode,
+        )
+        if self._plans is None:
+            self._take(decide.decide(situation, steps, arguments))
+            if self._failures:
+                self._measuring = None
+            else:
+                measuring.reason = "confirm"
+        elif measuring.batches >= _BATCHES:
+            self._measuring = None
+            work = functools.partial(decide.decide, situation, steps, arguments)
+            self._pending = Pending(self._step + self.switch_after, self._start(work))
+
+    def _start(self, work: Callable[[], Decision]) -> concurrent.futures.Future[Decision]:
+        """Begins to work in the background, under the settings of this thread."""
+        if self._executor is None:
+            self._executor = concurrent.futures.ThreadPoolExecutor(1, "jact-adapt")
+        settings = compat.thread_settings()
+
+        def run() -> Decision:
+            with settings():
+                return work()
+
+        return self._executor.submit(run)
+
+    def _resume(self, steps: Steps, arguments: Arguments) -> None:
+        """Compiles in the background what had been decided when the state was saved."""
+        assert self._pending is not None
+        decision = self._pending.result()
+
+        def compile_it() -> Decision:
+            if decision.switched:
+                steps.get(decision.plans, arguments, self._plans).compile(arguments)
+            return decision
+
+        self._pending.future = self._start(compile_it)
+
+    def _settle(self) -> None:
+        """Takes what was decided in the background."""
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        if pending.future is not None and not pending.future.done():
+            logger.info("step %d waits for the step under the new plan", self._step)
+        try:
+            decision = pending.result()
+        except Exception:
+            logger.exception("the adaptation before step %d failed; the plan stays", self._step)
+            return
+        self._take(decision)
+
+    def _take(self, decision: Decision) -> None:
+        self._model = decision.model or self._model
+        if decision.plans:
+            self._plans = decision.plans
+        if decision.record is not None:
+            self.history.append(decision.record)
+            logger.info("%s", decision.record)
+        self._failures = self._failures + 1 if decision.failed else 0
+        if decision.failed and self._failures <= _RETRIES:
+            self._asked = "retry"
+
+    def present(self, steps: Steps | None, args: Any, kwargs: Any) -> Program:
+        """The program of the present plan; nothing is due before it.
+
+        Raises:
+            ValueError: when there is no plan yet.
+        """
+        if steps is None or self._plans is None:
+            raise ValueError("there is no plan yet: run the first step, or restore a state")
+        return steps.get(self._plans, Arguments(args, kwargs))
+
+    def after(self) -> None:
+        """Counts a step that was run."""
+        self._step += 1
+
+    # State.
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All that a resumed run needs: a pytree of NumPy arrays, as Orbax saves it.
+
+        Where an adaptation is being decided in the background, this waits for it.
+        """
+        data = {
+            "budget": str(self.budget),
+            "step": self._step,
+            "plans": plans_to_json(self._plans),
+            "model": None if self._model is None else dataclasses.astuple(self._model),
+            "asked": self._asked,
+            "failures": self._failures,
+            "measuring": None if self._measuring is None else self._measuring.to_json(),
+            "pending": None if self._pending is None else self._pending.to_json(),
+            "history": [a.to_json() for a in self.history],
+        }
+        text = json.dumps(data).encode()
+        return {"step": np.int64(self._step), "json": np.frombuffer(text, np.uint8).copy()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the controller that `state` is from was.
+
+        Raises:
+            ValueError: when `state` is not one, or is from a controller of another budget.
+        """
+        try:
+            data = json.loads(np.asarray(state["json"], np.uint8).tobytes())
+            budget = data["budget"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"state must be that of a controller: {error}") from error
+        if budget != str(self.budget):
+            raise ValueError(f"the state is that of a controller with {budget}, not {self.budget}")
+        self._step = data["step"]
+        self._plans = plans_from_json(data["plans"])
+        self._model = None if data["model"] is None else decide.Model(*data["model"])
+        self._asked, self._failures = data["asked"], data["failures"]
+        self._measuring = Measuring.from_json(data["measuring"])
+        self._pending = Pending.from_json(data["pending"])
+        self.history = [Adaptation.from_json(a) for a in data["history"]]
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Writes the state to a file."""
+        pathlib.Path(path).write_bytes(self.state["json"].tobytes())
+
+    def load(self, path: str | pathlib.Path) -> None:
+        """Restores the state from a file that `save` wrote.
+
+        Raises:
+            ValueError: as `restore`.
+        """
+        self.restore({"json": np.frombuffer(pathlib.Path(path).read_bytes(), np.uint8)})
+
+
+def _basis(policy: PolicyLike | None, bits: float | None) -> Policy:
+    """The policy that chooses the residuals."""
+    if policy is None:
+        policy = "int2" if bits is not None and bits <= 2.5 else "int4"
+    resolved = resolve(policy)
+    if isinstance(resolved, Plan):
+        return resolved.basis
+    if not isinstance(resolved, Policy):
+        raise ValueError(f"policy must choose residuals, got {policy!r}")
+    return resolved
+
+
+def _at_least(least: int, value: int, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return value
+
+
+def _nothing() -> None:
+    """Stands for a function that is known only when a step is traced."""
+
+
+def _name(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__qualname__", type(fun).__name__)

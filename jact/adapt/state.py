@@ -1,0 +1,113 @@
+"""What a controller is in the middle of, and how that is written down."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jact.adapt.decide import Decision, total
+from jact.adapt.fit import Model
+from jact.adapt.history import Adaptation
+from jact.adapt.modes import Plans
+from jact.plan import Plan
+
+
+@dataclasses.dataclass
+class Measuring:
+    """The batches measured so far.
+
+    Attributes:
+        reason: why they are measured.
+        batches: how many there are.
+        figures: of each probe; of those before the state was saved, their sums.
+    """
+
+    reason: str
+    batches: int = 0
+    figures: list[Any] = dataclasses.field(default_factory=list)
+
+    def add(self, figures: Any) -> None:
+        """Takes one more batch."""
+        self.figures = [*self.figures, figures]
+        self.batches += 1
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON objects."""
+        sums = total(self.figures)
+        lists = {p: {k: v.tolist() for k, v in fs.items()} for p, fs in sums.items()}
+        return {"reason": self.reason, "batches": self.batches, "figures": lists}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any] | None) -> Measuring | None:
+        """What `to_json` wrote."""
+        if data is None:
+            return None
+        figures = {
+            p: {k: np.asarray(v, np.float64) for k, v in fs.items()}
+            for p, fs in data["figures"].items()
+        }
+        return cls(data["reason"], data["batches"], [figures])
+
+
+@dataclasses.dataclass
+class Pending:
+    """What is being decided, or was, and when it takes effect.
+
+    Attributes:
+        switch_at: the step that it takes effect before.
+        future: what is being decided in the background; None after a state was restored.
+        decision: what had been decided by then.
+    """
+
+    switch_at: int
+    future: concurrent.futures.Future[Decision] | None
+    decision: Decision | None = None
+
+    def result(self) -> Decision:
+        """The decision, waited for; raises what deciding has raised."""
+        if self.future is not None:
+            return self.future.result()
+        assert self.decision is not None
+        return self.decision
+
+    def to_json(self) -> dict[str, Any] | None:
+        """The decision, waited for, as JSON objects; None if there will be none."""
+        try:
+            decision = self.result()
+        except Exception:
+            return None  # It comes to nothing, and says so at its time.
+        record = decision.record
+        return {
+            "switch_at": self.switch_at,
+            "plans": plans_to_json(decision.plans),
+            "model": None if decision.model is None else dataclasses.astuple(decision.model),
+            "failed": decision.failed,
+            "record": None if record is None else record.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any] | None) -> Pending | None:
+        """What `to_json` wrote."""
+        if data is None:
+            return None
+        record = data["record"]
+        decision = Decision(
+            plans=plans_from_json(data["plans"]),
+            record=None if record is None else Adaptation.from_json(record),
+            model=None if data["model"] is None else Model(*data["model"]),
+            failed=data["failed"],
+        )
+        return cls(data["switch_at"], None, decision)
+
+
+def plans_to_json(plans: Plans | None) -> Any:
+    """Plans as JSON objects."""
+    return None if plans is None else [[place, plan.to_json()] for place, plan in plans]
+
+
+def plans_from_json(data: Any) -> Plans | None:
+    """What `plans_to_json` wrote."""
+    return None if data is None else tuple((place, Plan.from_json(p)) for place, p in data)
