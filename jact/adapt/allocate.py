@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy import optimize, sparse
 
-from jact.memory.sizes import format_size
+from jact.memory.sizes import format_bytes
 
 type Method = Literal["auto", "exact", "greedy"]
 
@@ -134,7 +134,7 @@ class _Problem:
         smallest = sum(int(self.nbytes[i, row[0]]) for i, row in enumerate(self.candidates))
         if smallest > self.budget:
             raise InfeasibleBudgetError(
-                f"the budget of {format_size(self.budget)} is below {format_size(smallest)}, what "
+                f"the budget of {format_bytes(self.budget)} is below {format_bytes(smallest)}, what "
                 "the residuals take with the smallest of their candidates",
                 smallest,
             )

@@ -12,7 +12,7 @@ from jact.adapt.modes import Plans
 from jact.adapt.table import Layout, Sensitivities
 from jact.codecs import Offload
 from jact.codecs.quantize import BITS
-from jact.memory.sizes import format_size, parse_size
+from jact.memory.sizes import format_bytes, parse_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Budget:
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction!r}")
         if self.memory is not None:
-            object.__setattr__(self, "memory", parse_size(self.memory, "memory"))
+            object.__setattr__(self, "memory", parse_bytes(self.memory, "memory"))
 
     def nbytes(self, landscape: Landscape) -> int:
         """Bytes that all residuals may take together, where that follows from them alone."""
@@ -58,7 +58,7 @@ class Budget:
 
     def __str__(self) -> str:
         if self.memory is not None:
-            return f"a peak of {format_size(int(self.memory))}"
+            return f"a peak of {format_bytes(int(self.memory))}"
         if self.bits is not None:
             return f"{self.bits:g} bits on average"
         return f"{self.fraction:g} of the uncompressed bytes"

@@ -359,7 +359,7 @@ class Controller:
         decision = self._pending.result()
 
         def compile_it() -> Decision:
-            if decision.switched:
+            if decision.plans is not None and decision.switched:
                 steps.get(decision.plans, arguments, self._plans).compile(arguments)
             return decision
 

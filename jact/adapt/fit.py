@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from jact.adapt.allocate import Allocation
 from jact.adapt.budget import Landscape
-from jact.memory.sizes import format_size
+from jact.memory.sizes import format_bytes
 
 #: How much of the budget may be left unused. Closing the gap would take a further compilation.
 _SLACK = 0.03
@@ -118,8 +118,8 @@ def fit(
         points[smallest.nbytes] = peak
         if peak > limit:
             raise InfeasibleMemoryError(
-                f"memory={format_size(limit)} is too little: the smallest peak is "
-                f"{format_size(peak)}, with {format_size(smallest.nbytes)} of codes"
+                f"memory={format_bytes(limit)} is too little: the smallest peak is "
+                f"{format_bytes(peak)}, with {format_bytes(smallest.nbytes)} of codes"
                 f"{what_holds()}",
                 peak,
             )

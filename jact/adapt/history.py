@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jact.adapt.modes import Plans
-from jact.memory.sizes import format_size
+from jact.memory.sizes import format_bytes
 from jact.plan import Plan
 
 
@@ -66,8 +66,8 @@ class Adaptation:
             "new plan" if self.switched else "as before",
             f"error {self.predicted_error:.2e}",
             f"{self.bits:.2f} bits",
-            format_size(self.nbytes),
-            f"peak {'-' if self.peak is None else format_size(self.peak)}",
+            format_bytes(self.nbytes),
+            f"peak {'-' if self.peak is None else format_bytes(self.peak)}",
             ", ".join(f"{n} x {name}" for name, n in sorted(codecs.items())),
         ]
         return "  ".join(parts) + (f"  ({self.note})" if self.note else "")

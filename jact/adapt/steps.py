@@ -15,7 +15,7 @@ import numpy as np
 from jact import compat, doors
 from jact.adapt import hoist
 from jact.adapt.modes import Comparing, Fixed, Listing, Plans, Probing
-from jact.memory.sizes import format_size
+from jact.memory.sizes import format_bytes
 from jact.policy import Policy
 
 #: Options of `jax.jit` that a probe does without: it leaves its arguments alone, and has other
@@ -187,8 +187,8 @@ class Steps:
         with compat.trace_in(listing):
             self._jitted(args, kwargs)(fun, **options).lower(*args, **kwargs)
         exact = sorted(listing.exact, reverse=True)
-        total = format_size(sum(nbytes for nbytes, _, _ in exact))
-        largest = ", ".join(f"{name} ({why}, {format_size(n)})" for n, name, why in exact[:5])
+        total = format_bytes(sum(nbytes for nbytes, _, _ in exact))
+        largest = ", ".join(f"{name} ({why}, {format_bytes(n)})" for n, name, why in exact[:5])
         return (
             f". Besides, {total} of residuals are saved exactly (the largest: "
             f"{largest or 'none'}); the rest are values in passing: decoded residuals, cotangents "

@@ -107,8 +107,8 @@ JOINS = {"add", "add_any", "sub"}
 #: Operations that put a result together of pieces.
 ASSEMBLING = {"concatenate", "pad", "dynamic_update_slice"}
 
-#: Operations that move elements, each of them to one place.
-ARRANGING = {"expand_dims", "reshape", "rev", "squeeze", "transpose"}
+#: Operations that move elements. A broadcast is one where it adds an axis of one element.
+ARRANGING = {"broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
 
 #: Operations on one element at a time.
 ELEMENTWISE = {

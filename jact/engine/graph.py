@@ -164,9 +164,10 @@ class _Builder:
                 self._visit(eqn)
         for var, value in self.graph.values.items():
             over_batch = self.over_batch & ({var} if value.pinned else value.roots)
-            by_default = isinstance(value.codec, codecs.Quantize) and not value.exact
-            if over_batch and by_default and value.codec == self.policy.default:
-                codec = value.codec.for_unlike_channels(value.aval.shape)
+            codec = value.codec
+            by_default = codec == self.policy.default and not value.exact
+            if over_batch and by_default and isinstance(codec, codecs.Quantize):
+                codec = codec.for_unlike_channels(value.aval.shape)
                 self.graph.values[var] = dataclasses.replace(value, codec=codec)
         return self.graph
 

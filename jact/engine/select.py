@@ -158,7 +158,8 @@ def _before_arrangement(graph: Graph, linearized: Linearized, chosen: set[Var]) 
             (operand,) = (v for v in programs.operands(makers[value.var]) if v in graph.values)
             earlier = graph.values[operand]
             stored_alike = (earlier.codec, earlier.exact) == (value.codec, value.exact)
-            if not stored_alike or earlier.stored_bytes > value.stored_bytes:
+            grows = earlier.stored_bytes > value.stored_bytes
+            if earlier.aval.size != value.aval.size or not stored_alike or grows:
                 break
             value = earlier
         return value.var

@@ -10,7 +10,7 @@ from jact.adapt.budget import Landscape
 from jact.adapt.fit import InfeasibleMemoryError, Model, fit
 from jact.adapt.table import Sensitivities
 from jact.codecs import resolve
-from jact.memory.sizes import format_size, parse_size
+from jact.memory.sizes import format_bytes
 
 CODECS = tuple(map(resolve, ("keep", "int8", "int4", "int2")))
 
@@ -119,21 +119,10 @@ def test_an_infeasible_budget_says_what_holds_the_memory():
         step_of(c)(*arguments())
     message = str(caught.value)
     assert "memory=1.0 MiB is too little" in message
-    assert format_size(caught.value.smallest) in message
+    assert format_bytes(caught.value.smallest) in message
     assert "dot_general:3 (the policy keeps it, 1.0 MiB)" in message
     c = jact.Controller(
         memory=caught.value.smallest, policy=jact.Policy([jact.Rule("dot_general:3", "keep")])
     )
     step_of(c)(*arguments())
     assert c.history[0].peak <= caught.value.smallest
-
-
-def test_sizes():
-    assert parse_size("2 GiB") == 2**31 and parse_size("512 mib") == 2**29
-    assert parse_size("1.5GB") == 1_500_000_000 and parse_size(7) == 7
-    for wrong in ("GiB", "-1 GiB", "3 XB", "", "0 B", 0):
-        with pytest.raises(ValueError, match="size must be"):
-            parse_size(wrong)
-    with pytest.raises(TypeError, match="whole bytes"):
-        parse_size(1.5)  # type: ignore[arg-type]
-    assert format_size(3 * 2**40) == "3.0 TiB" and format_size(12) == "12 B"
