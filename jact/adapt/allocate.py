@@ -134,8 +134,8 @@ class _Problem:
         smallest = sum(int(self.nbytes[i, row[0]]) for i, row in enumerate(self.candidates))
         if smallest > self.budget:
             raise InfeasibleBudgetError(
-                f"the budget of {format_bytes(self.budget)} is below {format_bytes(smallest)}, what "
-                "the residuals take with the smallest of their candidates",
+                f"the budget of {format_bytes(self.budget)} is below {format_bytes(smallest)}, "
+                "what the residuals take with the smallest of their candidates",
                 smallest,
             )
 
