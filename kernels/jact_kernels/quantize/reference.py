@@ -53,7 +53,7 @@ def quantize(x: jax.Array, *, scheme: Scheme, seed: noise.Seed) -> tuple[jax.Arr
     codes = clamp((place + shift) >> jnp.int32(FRACTION_BITS), x, scheme.levels, twice_zero)
     codes = codes.reshape(groups.shape)
     codes = pack_mask(codes.astype(bool)) if scheme.bits == 1 else _narrow(codes, scheme.bits)
-    return tuple(_in_order(entry) for entry in (codes, *stored))
+    return codes, *(_row_major(entry) for entry in stored)
 
 
 @functools.partial(jax.jit, static_argnames=("scheme", "dtype"))
@@ -185,13 +185,18 @@ def nan_to_infinity(x: jax.Array) -> jax.Array:
     return jnp.where(x == x, x, jnp.asarray(jnp.inf, x.dtype))
 
 
-def _in_order(x: jax.Array) -> jax.Array:
-    """The array, row-major in memory on a GPU."""
+def _row_major(x: jax.Array) -> jax.Array:
+    """The array, row-major in memory on a GPU.
 
-    def row_major(x: jax.Array) -> jax.Array:
+    Readers of the decoded array may want it transposed, and XLA would hand that on to the codes, by
+    way of the ranges, and from there to the array. Codes follow their ranges; they are not tied down
+    themselves, as XLA fails to transpose some arrays of two bits where a loop stacks them.
+    """
+
+    def tied_down(x: jax.Array) -> jax.Array:
         return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
-    return lax.platform_dependent(x, cuda=row_major, default=lambda x: x)
+    return lax.platform_dependent(x, cuda=tied_down, default=lambda x: x)
 
 
 def _narrow(codes: jax.Array, bits: int) -> jax.Array:
