@@ -189,8 +189,8 @@ def _row_major(x: jax.Array) -> jax.Array:
     """The array, row-major in memory on a GPU.
 
     Readers of the decoded array may want it transposed, and XLA would hand that on to the codes, by
-    way of the ranges, and from there to the array. Codes follow their ranges; they are not tied down
-    themselves, as XLA fails to transpose some arrays of two bits where a loop stacks them.
+    way of the ranges, and from there to the array. Codes follow their ranges. They are not tied to
+    an order themselves, as XLA fails to transpose some arrays of two bits where a loop stacks them.
     """
 
     def tied_down(x: jax.Array) -> jax.Array:
