@@ -181,6 +181,9 @@ LINEAR = {
     "transpose",
 }
 
+#: Operations that are linear between some borders.
+PIECEWISE_LINEAR = {"abs", "clamp", "max", "min", "select_n"}
+
 #: Operations that are linear in each operand by itself.
 MULTILINEAR = {"mul", "dot_general", "conv_general_dilated"}
 
@@ -234,6 +237,13 @@ def is_linear(eqn: Equation, inexact: set[jex.Var]) -> bool:
     if eqn.primitive.name == "div":
         return operands == eqn.invars[:1]
     return eqn.primitive.name in MULTILINEAR and len(operands) == 1
+
+
+def is_piecewise_linear(eqn: Equation) -> bool:
+    """Whether an equation, or all inside of it, is linear between some borders, as ReLU is."""
+    if inner := list(jex.jaxprs_in_params(eqn.params)):
+        return all(is_piecewise_linear(e) for jaxpr in inner for e in compat.equations(jaxpr))
+    return eqn.primitive.name in PIECEWISE_LINEAR | LINEAR | COMPARING
 
 
 def is_statistic(eqn: Equation) -> bool:

@@ -69,7 +69,7 @@ def find(program: Program, min_bytes: int, singular_only: bool) -> dict[Var, Act
             (out,) = eqn.outvars
             (arguments[out],) = behind
             moving = set(operands)
-            if not costs.is_linear(eqn, moving):
+            if not costs.is_linear(eqn, moving) and not costs.is_piecewise_linear(eqn):
                 steps.add(out)
             if out in steps or not nonlinear.isdisjoint(moving):
                 nonlinear.add(out)

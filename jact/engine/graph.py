@@ -283,7 +283,9 @@ class _Builder:
             return "a singular function"
         if tag := derivatives.tag(eqn):
             return f"the {tag} of a singular function"
-        if not costs.is_linear(eqn, inexact) or not self.nonlinear.isdisjoint(inexact):
+        # Rounding about the border of a ReLU biases next to nothing, and its derivative is a mask.
+        straight = costs.is_linear(eqn, inexact) or costs.is_piecewise_linear(eqn)
+        if not straight or not self.nonlinear.isdisjoint(inexact):
             self.nonlinear.add(out)
             if out in self.derivatives and raw_bytes(out.aval) >= self.policy.min_bytes:
                 return "a derivative"

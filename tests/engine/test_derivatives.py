@@ -122,6 +122,17 @@ def test_jumps_are_those_of_the_forward_pass(step: str) -> None:
     cases.assert_close(jax.jit(jact.grad(loss, policy=policy(8, None)))(*args), want, 0.035)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [jax.nn.relu, jax.nn.leaky_relu, lambda h: jnp.clip(h, -1, 1), lambda h: jnp.abs(h)],
+)
+def test_nothing_more_is_saved_of_piecewise_linear_functions(function: Any) -> None:
+    """Their derivatives are masks, or constants."""
+    loss = network(function)
+    plans = [jact.make_plan(loss, policy(2, choice))((W, V), X) for choice in (False, True)]
+    assert plans[0].bits == plans[1].bits
+
+
 def test_in_scans_and_plans() -> None:
     def loss(params: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.mean(jax.lax.scan(lambda h, w: (jax.nn.gelu(h @ w), None), x, params)[0] ** 2)
