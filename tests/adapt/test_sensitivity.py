@@ -261,6 +261,11 @@ def test_in_a_mapped_region() -> None:
     assert (exact.error[:, 1] > 0).all()
     with pytest.raises(NotImplementedError, match="does not reach into shard_map"):
         jact.sensitivity(loss, ["int4"], policy=policy)(W, X)
+    # A controller does not take the silence of such residuals for harmlessness.
+    c = jact.Controller(bits=8, codecs=("int8", "int4"), policy=policy)
+    step = c.jit(lambda w, x: jact.grad(loss, policy=c)(w, x))
+    with pytest.raises(NotImplementedError, match='sensitivity="exact"'):
+        step(W, X)
 
 
 # The table.
