@@ -10,6 +10,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from tests.adapt.steps import CONTROLLERS
+
 
 def _configure(folder: str | None) -> None:
     jax.config.update("jax_disable_most_optimizations", folder is not None)
@@ -40,3 +42,13 @@ def _compile_as_users_do(request: pytest.FixtureRequest, _compiled: str) -> Iter
     _configure(None)
     yield
     _configure(_compiled)
+
+
+@pytest.fixture(autouse=True)
+def _finish_background_work() -> Iterator[None]:
+    """Else a test that replaces `Program.compile` would hear from an earlier test's controller."""
+    yield
+    for controller in CONTROLLERS:
+        if controller._pending is not None and controller._pending.future is not None:
+            controller._pending.future.exception()
+    CONTROLLERS.clear()
