@@ -403,15 +403,3 @@ def trace_in(mode: Any) -> contextlib.AbstractContextManager[None]:
 def current_scopes() -> str:
     """The name stack at this point of a trace, such as `jvp(Model)/Block_0`."""
     return str(source_info_util.current_name_stack())
-
-
-def varying[T](tree: T) -> T:
-    """Arrays that were made from nothing, as ones that differ from device to device.
-
-    Inside of `shard_map` JAX tells these apart from arrays that are the same everywhere, and what
-    the backward pass hands back has to be of the same kind. Elsewhere it is the identity.
-    """
-    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    if not axes:
-        return tree
-    return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)

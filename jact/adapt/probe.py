@@ -147,12 +147,6 @@ class Probe:
         """
         residuals = layouts.find(traced, self.basis)
         layout = residuals.layout(self.codecs)
-        inside = [n for n in layout.names if any("shard_map" in p for p in n.split("/")[:-1])]
-        if inside:
-            raise NotImplementedError(
-                f"the local method does not reach into shard_map, where {', '.join(inside)} are "
-                'saved; use method="exact"'
-            )
         pass_ = _Pass(traced, residuals, layout)
         num_consts = len(traced.closed.consts)
 
@@ -180,8 +174,11 @@ class Probe:
         self, pass_: _Pass, key: Any, values: Sequence[Any]
     ) -> tuple[list[Any], list[Any], dict[str, Any]]:
         layout = pass_.layout
+        _reject_mapped(layout)
         sign_key, seed_key = jax.random.split(key)
-        rows = compat.varying({n: jnp.zeros(len(layout.codecs), jnp.float32) for n in layout.names})
+        # Where the probe itself is mapped, each device measures its own gradient.
+        row = compat.varying_like(jnp.zeros(len(layout.codecs), jnp.float32), values)
+        rows = dict.fromkeys(layout.names, row)
         gradients, outs, pull = pass_.differentiate(VarianceTaps(layout), rows, values)
         error = jnp.zeros(layout.supported.shape, jnp.float32)
         for k in jax.random.split(sign_key, self._samples):
@@ -210,7 +207,8 @@ class Probe:
         everything = jnp.int32(-1)
         rounded = pass_.gradient(Rounding(layout), (everything, codec, seed), values)
         change = [a - b for a, b in zip(rounded, exact, strict=True)]
-        rows = compat.varying({name: jnp.zeros(3, jnp.float32) for name in layout.names})
+        row = compat.varying_like(jnp.zeros(3, jnp.float32), values)
+        rows = dict.fromkeys(layout.names, row)
         # Other noise than that of the change: what they have in common is the bias.
         operands = (rows, codec, seed + jnp.uint32(2))
         _, _, pull = pass_.differentiate(BiasTaps(layout), operands, values)
@@ -388,6 +386,17 @@ def _with_biases(
 
 def _ratio(a: Any, b: Any) -> Any:
     return jnp.where(b > 0, a / jnp.where(b > 0, b, jnp.ones_like(b)), jnp.zeros_like(a))
+
+
+def _reject_mapped(layout: Layout) -> None:
+    """Taps don't reach into what a function maps over devices: no derivative would be caught."""
+    inside = [n for n in layout.names if any("shard_map" in part for part in n.split("/")[:-1])]
+    if inside:
+        raise NotImplementedError(
+            f"the local method does not reach into shard_map, where {', '.join(inside)} are "
+            'saved; use the exact one: jact.sensitivity(..., method="exact"), or '
+            'jact.Controller(..., sensitivity="exact")'
+        )
 
 
 def _stack(layout: Layout, rows: Any) -> Any:

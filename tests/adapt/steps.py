@@ -7,6 +7,9 @@ import jact
 
 ROWS, WIDTH = 256, 64
 
+#: Those that the present test has made, for what they still do in the background at its end.
+CONTROLLERS: list[jact.Controller] = []
+
 
 def params(scales=(1.0, 0.1, 3.0)):
     keys = jax.random.split(jax.random.key(7), len(scales))
@@ -73,4 +76,6 @@ def train(step, values, first, last):
 def controller(**options):
     """A controller that adapts every few steps, and takes every plan that is any better."""
     defaults = {"bits": 3, "every": 6, "min_gain": 0.0}
-    return jact.Controller(**(defaults | options))
+    made = jact.Controller(**(defaults | options))
+    CONTROLLERS.append(made)
+    return made

@@ -131,23 +131,30 @@ def test_compilations_are_the_distinct_plans_and_bounded():
 
 def test_compiles_in_the_background_while_steps_go_on(monkeypatch):
     threads, steps_meanwhile = [], []
-    here = threading.current_thread()
+    compiling, here = threading.Event(), threading.current_thread()
     compile_it = Program.compile
 
     def slow(self, arguments):
         threads.append(threading.current_thread())
         before = d.controller.step
+        compiling.set()
         result = compile_it(self, arguments)
         if len(threads) > 1:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while d.controller.step < before + 3 and time.monotonic() < deadline:
                 time.sleep(0.01)
         steps_meanwhile.append(d.controller.step - before)
+        compiling.clear()
         return result
 
     monkeypatch.setattr(Program, "compile", slow)
     d = Drifting(every=12, switch_after=8)
-    d.run(0, 40)
+    for i in range(40):
+        d.run(i, i + 1)
+        pending = d.controller._pending
+        # Steps are so short that all of them could pass before the job comes to its compilation.
+        while pending and not (compiling.is_set() or pending.future.done()):
+            time.sleep(0.01)
     assert threads[0] is here
     assert len(threads) > 1 and here not in threads[1:]
     # The job waited for three steps to be run while it was compiling, and they were.

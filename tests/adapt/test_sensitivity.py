@@ -45,15 +45,17 @@ LOSSES = {"looped": looped, "mapped": mapped, "branching": branching, "shared": 
 # Closed forms.
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "int1"])
-def test_variance_of_a_linear_gradient(codec: str) -> None:
+def test_variance_of_a_linear_gradient() -> None:
     """Each element's rounding reaches the gradient by itself, multiplied by twice its row of x."""
-    table = jact.sensitivity(quadratic, [codec], samples=8)(W, X)
-    variance = codecs.resolve(codec).variance(X @ W)
-    expected = float(jnp.sum(4 * jnp.sum(X**2, 1, keepdims=True) * variance))
+    table = jact.sensitivity(quadratic, ["int8", "int4", "int2", "int1"], samples=8)(W, X)
     assert table.names == ("dot_general",)
-    assert table.error[0, 1] == pytest.approx(expected, rel=0.1)
-    assert table.bias[0, 1] <= 0.1 * table.error[0, 1]
+    for codec, error, bias in zip(
+        table.codecs[1:], table.error[0, 1:], table.bias[0, 1:], strict=True
+    ):
+        variance = codec.variance(X @ W)
+        expected = float(jnp.sum(4 * jnp.sum(X**2, 1, keepdims=True) * variance))
+        assert error == pytest.approx(expected, rel=0.1), codec
+        assert bias <= 0.1 * error, codec
     gradient = jax.grad(quadratic)(W, X)
     assert table.gradient == pytest.approx(float(jnp.sum(gradient**2)), rel=1e-3)
 
@@ -163,7 +165,7 @@ def test_functions(name: str) -> None:
 # Nothing is touched, and what comes out is the plain function's.
 
 
-@pytest.mark.parametrize("name", ["convnet_small", "transformer_small", "gcn"])
+@pytest.mark.parametrize("name", ["convnet_small", "gcn"])
 def test_value_state_and_gradient(name: str) -> None:
     """BatchNorm statistics are those of one step; the gradient is that of 8 bits."""
     case = cases.MODELS[name]
@@ -261,6 +263,11 @@ def test_in_a_mapped_region() -> None:
     assert (exact.error[:, 1] > 0).all()
     with pytest.raises(NotImplementedError, match="does not reach into shard_map"):
         jact.sensitivity(loss, ["int4"], policy=policy)(W, X)
+    # A controller does not take the silence of such residuals for harmlessness.
+    c = jact.Controller(bits=8, codecs=("int8", "int4"), policy=policy)
+    step = c.jit(lambda w, x: jact.grad(loss, policy=c)(w, x))
+    with pytest.raises(NotImplementedError, match='sensitivity="exact"'):
+        step(W, X)
 
 
 # The table.
