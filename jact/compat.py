@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import config as _config
-from jax._src import mesh as _mesh
 from jax.api_util import shaped_abstractify
 from jax.core import Tracer
 from jax.extend import core as jex
@@ -350,28 +348,26 @@ def is_ref(aval: Any) -> bool:
     return type(aval).__name__ == "AbstractRef"
 
 
-def _settings() -> list[Any]:
-    """JAX's settings that a context manager changes for the thread it runs in."""
-    members = (*vars(_config).values(), *vars(_mesh).values(), *_config.config_states.values())
-    found = [x for x in members if isinstance(x, _config.config_ext.Config)]
-    return list({id(x): x for x in found}.values())
-
-
 def thread_settings() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What context managers have changed in this thread, as a context for another thread.
 
     Meshes, precisions and promotion rules are among it: a function traced in another thread would
     become a different one without them.
     """
-    values = [(c, c.get_local()) for c in _settings()]
-    values = [(c, value) for c, value in values if value is not _config.config_ext.unset]
-    environment = _mesh.thread_resources.env
+    # There is no public way, so nothing but this function depends on it.
+    from jax._src import config, mesh
+
+    members = (*vars(config).values(), *vars(mesh).values(), *config.config_states.values())
+    found = {id(x): x for x in members if isinstance(x, config.config_ext.Config)}
+    values = [(c, c.get_local()) for c in found.values()]
+    values = [(c, value) for c, value in values if value is not config.config_ext.unset]
+    environment = mesh.thread_resources.env
 
     @contextlib.contextmanager
     def settings() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.callback(setattr, _mesh.thread_resources, "env", _mesh.thread_resources.env)
-            _mesh.thread_resources.env = environment
+            stack.callback(setattr, mesh.thread_resources, "env", mesh.thread_resources.env)
+            mesh.thread_resources.env = environment
             for setting, value in values:
                 stack.callback(setting.set_local, setting.swap_local(value))
             yield
