@@ -176,9 +176,11 @@ def _lower(
 
     # A jitted function is lowered itself: it may donate arguments, which inside another jit is
     # ignored. Only its arguments say for which device, so without any it cannot be.
-    if isinstance(fun, jax.stages.Wrapped) and arrays:
+    # A controller's step has the same method.
+    lower = getattr(fun, "lower", None)
+    if lower is not None and arrays:
         args, kwargs = merge(arrays)
-        return fun.lower(*args, **kwargs)
+        return lower(*args, **kwargs)
 
     def call(arrays: dict[int, Any]) -> Any:
         args, kwargs = merge(arrays)

@@ -317,7 +317,7 @@ def test_wrong_uses():
         jact.Controller(bits=0.5)
     with pytest.raises(ValueError, match="fraction must be above 0 and at most 1, got 2"):
         jact.Controller(fraction=2)
-    with pytest.raises(ValueError, match="memory must be bytes.*got '2 apples'"):
+    with pytest.raises(ValueError, match="memory must be a number with a unit.*got '2 apples'"):
         jact.Controller(memory="2 apples")
     with pytest.raises(ValueError, match="every must be at least 2, got 0"):
         jact.Controller(every=0)

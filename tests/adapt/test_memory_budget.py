@@ -96,33 +96,36 @@ def arguments():
 
 
 def compiled_peak(policy):
-    return jact.memory.peak(jact.grad(deep, policy=policy), *arguments())
+    def step(params, x):
+        grads = jact.grad(deep, policy=policy)(params, x)
+        return jax.tree.map(lambda p, g: p - g, params, grads)
+
+    return jact.memory.peak(step, *arguments())
 
 
 @pytest.mark.oldest
 def test_the_compiled_peak_of_a_step_fits():
-    int8, int2 = compiled_peak("int8"), compiled_peak("int2")
+    # A controller with a budget of memory saves what it would at 4 bits: no derivatives.
+    int8, int2 = map(compiled_peak, ("int8", jact.Policy(default="int2", derivatives=False)))
     limit = (int8 + int2) // 2
     c = jact.Controller(memory=limit)
     step = step_of(c)
     step(*arguments())
     assert jact.memory.peak(step, *arguments()) == c.history[0].peak <= limit
-    assert c.history[0].peak > int2
+    assert c.history[0].peak > max(int2, 0.95 * limit)
     assert c.compilations <= 5
-    assert len(set(c.plan.bits.values())) > 1
 
 
 @pytest.mark.oldest
 def test_an_infeasible_budget_says_what_holds_the_memory():
-    c = jact.Controller(memory="1 MiB", policy=jact.Policy([jact.Rule("dot_general:3", "keep")]))
+    kept = jact.Policy(rules=[jact.Rule("dot_general:3", "keep")])
+    c = jact.Controller(memory="1 MiB", policy=kept)
     with pytest.raises(InfeasibleMemoryError) as caught:
         step_of(c)(*arguments())
     message = str(caught.value)
     assert "memory=1.0 MiB is too little" in message
     assert format_bytes(caught.value.smallest) in message
     assert "dot_general:3 (the policy keeps it, 1.0 MiB)" in message
-    c = jact.Controller(
-        memory=caught.value.smallest, policy=jact.Policy([jact.Rule("dot_general:3", "keep")])
-    )
+    c = jact.Controller(memory=caught.value.smallest, policy=kept)
     step_of(c)(*arguments())
     assert c.history[0].peak <= caught.value.smallest

