@@ -256,6 +256,7 @@ def test_measures_the_error_that_it_predicts():
     assert c.history[0].measured_error == c.metrics["jact/measured_error"] == measured
 
 
+@pytest.mark.slow
 def test_warns_where_compression_adds_more_than_a_tenth_of_the_variance(caplog):
     def noisy(bits):
         caplog.clear()

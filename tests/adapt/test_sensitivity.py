@@ -165,7 +165,7 @@ def test_functions(name: str) -> None:
 # Nothing is touched, and what comes out is the plain function's.
 
 
-@pytest.mark.parametrize("name", ["convnet_small", "gcn"])
+@pytest.mark.parametrize("name", [pytest.param("convnet_small", marks=pytest.mark.slow), "gcn"])
 def test_value_state_and_gradient(name: str) -> None:
     """BatchNorm statistics are those of one step; the gradient is that of 8 bits."""
     case = cases.MODELS[name]
@@ -189,6 +189,7 @@ def test_gradient_has_the_form_of_jax(argnums: Any) -> None:
     cases.assert_close(gradient, plain, 0.01)
 
 
+@pytest.mark.slow
 def test_same_seed_same_table() -> None:
     def errors(seed: int, method: Any = "local") -> Any:
         return jact.sensitivity(cases.net, ["int2"], method=method, seed=seed)(PARAMS, X).error
