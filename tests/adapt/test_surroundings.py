@@ -15,6 +15,9 @@ from jax.sharding import PartitionSpec as P
 import jact
 from tests.adapt.steps import batch, controller, loss, params
 
+# Each compiles a training step and its probe more than once.
+pytestmark = pytest.mark.slow
+
 
 def accumulating(policy, jit):
     @jit
@@ -64,7 +67,7 @@ def test_the_variance_is_that_of_the_gradients():
     assert c.history[0].noise == pytest.approx(np.mean(errors) / variance, rel=0.6)
 
 
-@pytest.mark.parametrize("explicit", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("explicit", [False, True])
 def test_sharded_over_eight_devices(explicit):
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
@@ -172,7 +175,6 @@ def test_a_linen_train_state():
     assert any("Dense_0" in name for name in c.plan.codecs)
 
 
-@pytest.mark.slow
 def test_compressed_linen_modules():
     c = controller(bits=4, codecs=("int8", "int2"))
 
@@ -268,7 +270,6 @@ def test_two_functions_in_one_step():
     assert any(name.startswith("other/") for name in c.plan.codecs)
 
 
-@pytest.mark.slow
 def test_a_scaled_loss_gives_the_same_plan():
     plans = []
     for scale in (1.0, 1024.0):
