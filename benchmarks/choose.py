@@ -18,7 +18,7 @@ import numpy as np
 import jact.memory
 import jact.presets
 from benchmarks import fidelity, options, output
-from benchmarks.frontier import place_labels
+from benchmarks.frontier import efficient, place_labels
 from benchmarks.options import REMAT, Case, positive
 from benchmarks.time import interleave
 
@@ -70,8 +70,7 @@ def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "error_beyond_rounding": error if error > EXACT else 0.0,
         }
         rows.append(case.row(policy, jax.default_backend(), **figures))
-    for row in rows:
-        yield row | {"efficient": not any(_dominates(other, row) for other in rows)}
+    yield from efficient(rows, _KEYS)
 
 
 def finish(rows: Sequence[dict[str, Any]], chosen: argparse.Namespace) -> None:
@@ -128,7 +127,3 @@ def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
         above.axhline(EXACT, color="0.6", linewidth=0.8, linestyle=":")
     figure.savefig(path, dpi=130)
     plt.close(figure)
-
-
-def _dominates(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return all(a[k] <= b[k] for k in _KEYS) and any(a[k] < b[k] for k in _KEYS)

@@ -62,8 +62,7 @@ def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "relative_error": float(np.mean(errors)),
         }
         rows.append(case.row(policy, jax.default_backend(), **figures))
-    for row in rows:
-        yield row | {"efficient": not any(_dominates(other, row) for other in rows)}
+    yield from efficient(rows, ("peak_bytes", "relative_error"))
 
 
 def finish(rows: Sequence[dict[str, Any]], chosen: argparse.Namespace) -> None:
@@ -147,7 +146,10 @@ def place_labels(panel: Any, labels: Sequence[str], points: Sequence[tuple[float
             raise ValueError(f"no room for the label {label}")
 
 
-def _dominates(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether one policy is at least as good as another in memory and error, and better in one."""
-    keys = ("peak_bytes", "relative_error")
-    return all(a[k] <= b[k] for k in keys) and any(a[k] < b[k] for k in keys)
+def efficient(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows, each with whether no other is as good in all figures, and better in one."""
+
+    def dominates(a: dict[str, Any], b: dict[str, Any]) -> bool:
+        return all(a[k] <= b[k] for k in keys) and any(a[k] < b[k] for k in keys)
+
+    return [row | {"efficient": not any(dominates(other, row) for other in rows)} for row in rows]

@@ -11,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jact import compat
 from jact.adapt import layout as layouts
 from jact.adapt.table import Layout, Sensitivities
 from jact.adapt.taps import Rounding
 from jact.codecs import Keep
-from jact.engine.instrumented import instrumented
-from jact.engine.linearize import is_differentiable
+from jact.engine.instrumented import instrumented_gradient
 from jact.engine.trace import Traced, split_arrays
 
 
@@ -149,30 +147,8 @@ def _gradient(
     traced: Traced, residuals: layouts.Residuals, layout: Layout, operands: Any
 ) -> list[Any]:
     """The gradient with one residual stored by one codec, as a flat list."""
-    function = instrumented(
-        traced.closed,
-        traced.inputs,
-        traced.num_differentiated_outputs,
-        residuals.stored_with(Keep()),
-        traced.name,
-        instrument=Rounding(layout),
-        operands=operands,
-    )
-    values = traced.values
-    moving = [
-        i
-        for i, (spec, value) in enumerate(zip(traced.inputs, values, strict=True))
-        if spec.wanted and is_differentiable(compat.type_of(value).dtype)
-    ]
-
-    def of_moving(*chosen: Any) -> Any:
-        full = list(values)
-        for i, x in zip(moving, chosen, strict=True):
-            full[i] = x
-        return function(*full)[0]
-
-    value, pull = jax.vjp(of_moving, *(values[i] for i in moving))
-    return list(pull(jnp.ones_like(value)))
+    plan = residuals.stored_with(Keep())
+    return instrumented_gradient(traced, plan, Rounding(layout), operands, traced.values)[0]
 
 
 def _dot(a: list[Any], b: list[Any]) -> Any:

@@ -108,7 +108,7 @@ def run_comparing(
     traced = function.trace(args, kwargs)
     traced.specialise()
     place = place_of(traced)
-    wanted = _wanted(traced)
+    wanted = traced.wanted
     values = list(traced.values)
 
     def mark(cotangents: Sequence[Any], name: str, grads: Sequence[Any]) -> list[Any]:
@@ -149,15 +149,6 @@ def run_comparing(
         traced.closed, traced.inputs, traced.num_differentiated_outputs, policy, traced.name
     )
     return traced.unflatten(exact_too(run(*values), traced.values))
-
-
-def _wanted(traced: Traced) -> list[int]:
-    """The inputs whose gradients may be asked for."""
-    return [
-        i
-        for i, (spec, value) in enumerate(zip(traced.inputs, traced.values, strict=True))
-        if spec.wanted and is_differentiable(compat.type_of(value).dtype)
-    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -345,7 +336,7 @@ _weighted.defvjp(
 def _norms(traced: Traced, basis: Policy) -> tuple[Any, Any]:
     """The norms of the gradients to what is kept by reference, and to what is encoded."""
     run = compressed(traced.closed, traced.inputs, 1, basis, traced.name)
-    at = _wanted(traced)
+    at = traced.wanted
 
     def of_moving(*chosen: Any) -> Any:
         full = list(traced.values)

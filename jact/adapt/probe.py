@@ -22,8 +22,7 @@ from jact.adapt.taps import STORAGE, BiasTaps, Rounding, VarianceTaps
 from jact.codecs import Cast, Codec, Keep, Mask, PoolResidual, Quantize
 from jact.codecs.offload import on_device
 from jact.engine.compressed import compressed
-from jact.engine.instrumented import Instrument, instrumented
-from jact.engine.linearize import is_differentiable
+from jact.engine.instrumented import Instrument, instrumented_gradient
 from jact.engine.origins import Input
 from jact.engine.trace import Traced, split_arrays
 from jact.plan import Plan, PolicyLike
@@ -245,11 +244,7 @@ class _Pass:
 
     def __init__(self, traced: Traced, residuals: layouts.Residuals, layout: Layout):
         self.layout = layout
-        self.moving = [
-            i
-            for i, (spec, value) in enumerate(zip(traced.inputs, traced.values, strict=True))
-            if spec.wanted and is_differentiable(compat.type_of(value).dtype)
-        ]
+        self.moving = traced.wanted
         self._traced = traced
         self._plan = residuals.stored_with(STORAGE)
         min_bytes = residuals.plan.basis.min_bytes
@@ -257,7 +252,7 @@ class _Pass:
 
     def gradient(self, instrument: Instrument, operands: Any, values: Sequence[Any]) -> list[Any]:
         """The gradient, as a flat list."""
-        return self._gradient_and_outputs(instrument, operands, values)[: len(self.moving)]
+        return instrumented_gradient(self._traced, self._plan, instrument, operands, values)[0]
 
     def differentiate(
         self, instrument: Instrument, operands: Any, values: Sequence[Any]
@@ -271,7 +266,10 @@ class _Pass:
 
         def flat(*args: Any) -> list[Any]:
             operands = jax.tree.unflatten(tree, args[:num_operands])
-            return self._gradient_and_outputs(instrument, operands, args[num_operands:])
+            gradients, outs = instrumented_gradient(
+                self._traced, self._plan, instrument, operands, args[num_operands:]
+            )
+            return [*gradients, *outs]
 
         closed: Any = jax.make_jaxpr(flat)(*leaves, *values)
         inputs = [Input(f"constant[{i}]", wanted=False) for i in range(len(closed.consts))]
@@ -285,30 +283,6 @@ class _Pass:
 
         gradients, pull, outs = jax.vjp(of_operands, operands, has_aux=True)
         return gradients, outs, pull
-
-    def _gradient_and_outputs(
-        self, instrument: Instrument, operands: Any, values: Sequence[Any]
-    ) -> list[Any]:
-        traced = self._traced
-        function = instrumented(
-            traced.closed,
-            traced.inputs,
-            traced.num_differentiated_outputs,
-            self._plan,
-            traced.name,
-            instrument=instrument,
-            operands=operands,
-        )
-
-        def of_moving(*chosen: Any) -> tuple[Any, list[Any]]:
-            full = list(values)
-            for i, x in zip(self.moving, chosen, strict=True):
-                full[i] = x
-            outs = function(*full)
-            return outs[0], outs
-
-        value, pull, outs = jax.vjp(of_moving, *(values[i] for i in self.moving), has_aux=True)
-        return [*pull(jnp.ones_like(value)), *outs]
 
 
 def _with_bias(codecs: Sequence[Codec]) -> list[int]:

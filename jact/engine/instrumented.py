@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jact import compat
@@ -18,6 +19,7 @@ from jact.engine import backward, forward
 from jact.engine.compressed import Prepared, Static, inputs_to_keep, prepare, seed_of
 from jact.engine.origins import Input
 from jact.engine.select import Saved
+from jact.engine.trace import Traced
 from jact.plan import Plan
 from jact.policy import Policy
 
@@ -135,6 +137,47 @@ def instrumented(
 
     run.defvjp(run_forward, run_backward)
     return functools.partial(run, operands)
+
+
+def instrumented_gradient(
+    traced: Traced,
+    policy: Policy | Plan,
+    instrument: Instrument,
+    operands: Any,
+    values: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+    """The gradient of a traced function's first result, with an instrument in its passes.
+
+    Args:
+        traced: the function; its first result is a scalar.
+        policy: how values are stored.
+        instrument: the instrument.
+        operands: its operands.
+        values: what to differentiate at, of the types of `traced.values`.
+
+    Returns:
+        One gradient for each of `traced.wanted`, and the function's results.
+    """
+    function = instrumented(
+        traced.closed,
+        traced.inputs,
+        traced.num_differentiated_outputs,
+        policy,
+        traced.name,
+        instrument=instrument,
+        operands=operands,
+    )
+    wanted = traced.wanted
+
+    def of_wanted(*chosen: Any) -> tuple[Any, list[Any]]:
+        full = list(values)
+        for i, x in zip(wanted, chosen, strict=True):
+            full[i] = x
+        outs = function(*full)
+        return outs[0], outs
+
+    value, pull, outs = jax.vjp(of_wanted, *(values[i] for i in wanted), has_aux=True)
+    return list(pull(jnp.ones_like(value))), outs
 
 
 def prepare_instrumented(

@@ -94,6 +94,15 @@ class Traced:
             name, where if weights else None, encoded, wanted=weights or not differentiated
         )
 
+    @property
+    def wanted(self) -> list[int]:
+        """Positions of the values whose gradients may be asked for."""
+        return [
+            i
+            for i, (spec, value) in enumerate(zip(self.inputs, self.values, strict=True))
+            if spec.wanted and is_differentiable(compat.type_of(value).dtype)
+        ]
+
     def specialise(self) -> None:
         """Takes account of what is being differentiated with respect to, where that can be seen.
 
