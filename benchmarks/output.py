@@ -67,6 +67,9 @@ def write(
     elif path is not None:
         pathlib.Path(path).write_text(json.dumps(rows, indent=2) + "\n")
     console = rich.console.Console(stderr=path == "-")
+    if not console.is_terminal:
+        # A file has no width to keep to.
+        console.width = 200
     console.print(_table(title, rows, columns, heading, line))
 
 

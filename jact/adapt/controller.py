@@ -142,7 +142,8 @@ class Controller:
         self._mode = Probing(
             owner=self._owner,
             basis=self._basis,
-            probe=Probe(_nothing, codecs, policy=self._basis),
+            # Curvature would double what a probe takes, and plans come out the same.
+            probe=Probe(_nothing, codecs, policy=self._basis, curvature=False),
             method=sensitivity,
             seed=_at_least(0, seed, "seed"),
         )

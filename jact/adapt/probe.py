@@ -18,8 +18,8 @@ from jax import lax
 from jact import compat
 from jact.adapt import layout as layouts
 from jact.adapt.table import Layout
-from jact.adapt.taps import STORAGE, BiasTaps, Rounding, VarianceTaps
-from jact.codecs import Cast, Codec, Keep, Mask, PoolResidual, Quantize
+from jact.adapt.taps import STORAGE, BiasTaps, RoundingAll, VarianceTaps, errs_independently
+from jact.codecs import Cast, Codec, Quantize
 from jact.codecs.offload import on_device
 from jact.engine.compressed import compressed
 from jact.engine.instrumented import Instrument, instrumented_gradient
@@ -28,6 +28,7 @@ from jact.engine.trace import Traced, split_arrays
 from jact.plan import Plan, PolicyLike
 from jact.policy import Policy
 from jact.transform import as_compressed
+from jact_kernels.noise import random_bits
 
 #: What the bias is at least, as a share of what it would be if the errors of the elements of a
 #: residual were independent: its estimate is noisy, and may come out below zero.
@@ -54,6 +55,7 @@ class Probe:
         has_aux: bool = False,
         samples: int = 1,
         bias: bool = True,
+        curvature: bool = True,
     ):
         """Takes a function to differentiate.
 
@@ -67,8 +69,10 @@ class Probe:
             samples: how many random directions the statistics are averaged over.
             bias: whether biases are estimated. It takes two gradients and a further backward pass
                 for each codec whose errors are not independent (averages; rounding to the nearest
-                below 4 bits), and for the one that rounds at random to the fewest bits, if those
-                are two or fewer.
+                below 4 bits).
+            curvature: whether that is also done for what random rounding biases, nonlinear
+                functions that are made again from a decoded value: for the codec that rounds at
+                random to the fewest bits, if those are two or fewer.
 
         Raises:
             TypeError: when `codecs` or `policy` is of the wrong type.
@@ -91,6 +95,7 @@ class Probe:
             (self._argnums,) = self._argnums
         self._samples = samples
         self._bias = bias
+        self._curvature = curvature
 
     def layout(self, *args: Any, **kwargs: Any) -> Layout:
         """The residuals at some arguments, arrays or types; nothing is run."""
@@ -185,33 +190,42 @@ class Probe:
             error += _stack(layout, found) / self._samples
         bias = jnp.zeros_like(error)
         if self._bias:
-            chosen = _with_bias(layout.codecs) if layout.names else []
-            measured = jnp.zeros((0, len(layout.names), 3), jnp.float32)
-            if chosen:
-                seeds = jax.random.bits(seed_key, (len(chosen),), jnp.uint32)
-
-                def of_codec(_: None, codec_and_seed: Any) -> tuple[None, Any]:
-                    return None, self._bias_of(pass_, values, gradients, *codec_and_seed)
-
-                _, measured = lax.scan(of_codec, None, (jnp.array(chosen, jnp.int32), seeds))
+            chosen = _with_bias(layout.codecs, self._curvature) if layout.names else []
+            measured = self._biases(pass_, values, gradients, chosen, seed_key)
             error, bias = _with_biases(layout.codecs, chosen, error, measured)
         squared = sum((_squared_norm(g) for g in gradients), jnp.float32(0))
         return outs, gradients, {"error": error, "bias": bias, "gradient": squared}
+
+    def _biases(
+        self, pass_: _Pass, values: Sequence[Any], exact: Sequence[Any], codecs: list[int], key: Any
+    ) -> Any:
+        """For each of some codecs, what `_bias_of` finds."""
+        seeds = jax.random.bits(key, (len(codecs),), jnp.uint32)
+        if len(codecs) < 2:  # The program of one that is known has nothing of the others.
+            found = [
+                self._bias_of(pass_, values, exact, c, s)
+                for c, s in zip(codecs, seeds, strict=True)
+            ]
+            return jnp.stack(found) if found else jnp.zeros((0, len(pass_.layout.names), 3))
+
+        def of_codec(_: None, codec_and_seed: Any) -> tuple[None, Any]:
+            return None, self._bias_of(pass_, values, exact, *codec_and_seed)
+
+        return lax.scan(of_codec, None, (jnp.array(codecs, jnp.int32), seeds))[1]
 
     def _bias_of(
         self, pass_: _Pass, values: Sequence[Any], exact: Sequence[Any], codec: Any, seed: Any
     ) -> Any:
         """For each residual, its part in the squared bias of the gradient; see `BiasTaps`."""
         layout = pass_.layout
-        everything = jnp.int32(-1)
-        rounded = pass_.gradient(Rounding(layout), (everything, codec, seed), values)
+        rounded = pass_.gradient(RoundingAll(layout, codec), seed, values)
         change = [a - b for a, b in zip(rounded, exact, strict=True)]
         row = compat.varying_like(jnp.zeros(3, jnp.float32), values)
         rows = dict.fromkeys(layout.names, row)
         # Other noise than that of the change: what they have in common is the bias.
-        operands = (rows, codec, seed + jnp.uint32(2))
-        _, _, pull = pass_.differentiate(BiasTaps(layout), operands, values)
-        ((found, _, _),) = pull(change)
+        operands = (rows, seed + jnp.uint32(2))
+        _, _, pull = pass_.differentiate(BiasTaps(layout, codec), operands, values)
+        ((found, _),) = pull(change)
         return _stack(layout, found)
 
     def at(
@@ -285,33 +299,20 @@ class _Pass:
         return gradients, outs, pull
 
 
-def _with_bias(codecs: Sequence[Codec]) -> list[int]:
+def _with_bias(codecs: Sequence[Codec], curvature: bool) -> list[int]:
     """The positions of codecs whose bias is to be measured.
 
     Of those that round at random it is that of the fewest bits: nonlinear functions of a decoded
     value are biased by its variance, which at four bits hardly matters.
     """
     random = [codec.bits for codec in map(on_device, codecs) if _is_random_quantizer(codec)]
-    fewest = min(random, default=8)
+    fewest = min(random, default=8) if curvature else 8
     return [
         i
         for i, codec in enumerate(map(on_device, codecs))
         if not errs_independently(codec)
         or (fewest <= 2 and _is_random_quantizer(codec) and codec.bits == fewest)
     ]
-
-
-def errs_independently(codec: Codec) -> bool:
-    """Whether the errors of a residual's elements are as good as independent of each other.
-
-    They are where rounding is random, or fine enough for its errors to look random.
-    """
-    codec = on_device(codec)
-    if isinstance(codec, PoolResidual):
-        return errs_independently(codec.residual)
-    if isinstance(codec, Quantize):
-        return not codec.zero_edge and (codec.stochastic or codec.bits >= 4)
-    return isinstance(codec, Keep | Mask | Cast)
 
 
 def _is_random_quantizer(codec: Codec) -> TypeGuard[Quantize]:
@@ -381,11 +382,19 @@ def _stack(layout: Layout, rows: Any) -> Any:
 
 def _signs(key: Any, like: Sequence[Any]) -> list[Any]:
     """Random signs; of complex numbers, of both parts."""
+    seeds = jax.random.bits(key, (max(len(like), 1), 2), jnp.uint32)
+
+    def sign(shape: tuple[int, ...], seed: Any) -> Any:
+        # A hash of a few instructions: jax.random's, one for each parameter, take longer to
+        # compile than what is measured with them.
+        return jnp.where(random_bits(shape, seed) >> jnp.uint32(31) == 0, 1.0, -1.0)
+
     signs = []
-    for k, g in zip(jax.random.split(key, max(len(like), 1)), like, strict=False):
-        real, imaginary = jax.random.rademacher(k, (2, *g.shape), jnp.float32)
-        complex_ = jnp.issubdtype(g.dtype, jnp.complexfloating)
-        signs.append((lax.complex(real, imaginary) if complex_ else real).astype(g.dtype))
+    for (of_real, of_imaginary), g in zip(seeds, like, strict=False):
+        real = sign(g.shape, of_real).astype(jnp.float32)
+        if jnp.issubdtype(g.dtype, jnp.complexfloating):
+            real = lax.complex(real, sign(g.shape, of_imaginary).astype(jnp.float32))
+        signs.append(real.astype(g.dtype))
     return signs
 
 

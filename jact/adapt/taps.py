@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from jax import lax
 
 from jact import compat
 from jact.adapt.table import Layout
-from jact.codecs import Codec, Keep, Quantize
+from jact.codecs import Cast, Codec, Keep, Mask, PoolResidual, Quantize
 from jact.codecs.offload import on_device
 from jact.engine.select import Saved
 
@@ -29,20 +30,35 @@ def usable(layout: Layout, name: str) -> list[Codec]:
 
 
 def round_trip(codecs: Sequence[Codec], index: Any, x: Any, seed: Any) -> Any:
-    """An array as one of some codecs brings it back; which one is known at run time."""
+    """An array as one of some codecs brings it back; which one may be known at run time only."""
 
     def branch(codec: Codec) -> Callable[[Any], Any]:
         return lambda x: codec.decode(codec.encode(x, seed), x.shape, x.dtype)
 
+    if isinstance(index, int):
+        return branch(codecs[index])(x)
     return lax.switch(index, [branch(codec) for codec in codecs], x)
+
+
+def errs_independently(codec: Codec) -> bool:
+    """Whether the errors of a residual's elements are as good as independent of each other.
+
+    They are where rounding is random, or fine enough for its errors to look random.
+    """
+    codec = on_device(codec)
+    if isinstance(codec, PoolResidual):
+        return errs_independently(codec.residual)
+    if isinstance(codec, Quantize):
+        return not codec.zero_edge and (codec.stochastic or codec.bits >= 4)
+    return isinstance(codec, Keep | Mask | Cast)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
     """An instrument that stores residuals as one codec would.
 
-    Its operands are the position of the residual to round, or -1 for all of them; the position of
-    the codec; and the seed of the rounding.
+    Its operands are the position of the residual to round; the position of the codec; and the seed
+    of the rounding.
     """
 
     layout: Layout
@@ -53,8 +69,7 @@ class Rounding:
         if name not in self.layout.names:
             return value
         residual, codec, seed = operands
-        chosen = (residual == self.layout.names.index(name)) | (residual < 0)
-        index = jnp.where(chosen, codec, 0)
+        index = jnp.where(residual == self.layout.names.index(name), codec, 0)
         return round_trip(usable(self.layout, name), index, value, _seed(name, seed))
 
     def deviates(self, name: str) -> bool:
@@ -65,6 +80,26 @@ class Rounding:
     def deviate(self, name: str, entry: Saved, code: Any, operands: Any) -> None:
         """Nothing is added."""
         del name, entry, code, operands
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundingAll(Rounding):
+    """An instrument that stores all residuals as one codec would.
+
+    Its operand is the seed of the rounding.
+
+    Attributes:
+        codec: the position of the codec, a traced number if more than one is to share a program.
+    """
+
+    codec: Any
+
+    def replace(self, name: str, entry: Saved, value: Any, operands: Any) -> Any:
+        """The value, rounded."""
+        del entry
+        if name not in self.layout.names:
+            return value
+        return round_trip(usable(self.layout, name), self.codec, value, _seed(name, operands))
 
 
 class _Taps:
@@ -101,9 +136,10 @@ class VarianceTaps(_Taps):
             x = _dithered(entry, code)
             squared = jnp.square(derivative.astype(jnp.float32))
             sums: list[Any] = []
-            for codec in codecs:
-                sums.append(jnp.sum(codec.variance(x) * squared))
-                # One codec after the other, as each takes some arrays of the residual's size.
+            for _, alike in itertools.groupby(codecs, _grouping):
+                sums += [jnp.sum(codec.variance(x) * squared) for codec in alike]
+                # One kind after the other, as each takes some arrays of the residual's size. Those
+                # that share their groups share the reading, too.
                 (x, squared), sums = lax.optimization_barrier(((x, squared), sums))
             return jnp.stack(sums)
 
@@ -116,30 +152,45 @@ class BiasTaps(_Taps):
     The derivative is taken halfway to what the codec brings back, so that the product is the change
     of the gradient, curvature included. Its operands are a float32 array `[3]` for each residual,
     by name, for the product, the squared random part of the error and the squared error, the last
-    two summed over the elements; the position of the codec; and the seed of the rounding.
+    two summed over the elements (zero for a codec whose errors are independent); and the seed of
+    the rounding.
     """
+
+    def __init__(self, layout: Layout, codec: Any):
+        """Takes the position of the codec, a traced number if some are to share a program."""
+        super().__init__(layout)
+        self._codec = codec
 
     def deviate(self, name: str, entry: Saved, code: Any, operands: Any) -> Any:
         """Half the error, which catches the derivative."""
-        rows, codec, seed = operands
+        rows, seed = operands
         codecs, aval = usable(self._layout, name), entry.value.aval
+        fixed = self._codec if isinstance(self._codec, int) else None
+        alone = fixed is not None and errs_independently(codecs[fixed])
 
         def statistics(residuals: Any, derivative: Any) -> Any:
-            code, codec, seed = residuals
+            code, traced, seed = residuals
+            codec = traced if fixed is None else fixed
             x = _decoded(entry, code)
-            first, second = (
-                round_trip(codecs, codec, x, _seed(name, s)).astype(jnp.float32)
-                for s in (seed, seed + jnp.uint32(1))
-            )
+            first = round_trip(codecs, codec, x, _seed(name, seed)).astype(jnp.float32)
             error = first - x.astype(jnp.float32)
             moved = jnp.sum(error * derivative.astype(jnp.float32))
-            random = jnp.sum(jnp.square(first - second)) / 2
+            if alone:
+                return jnp.stack([moved, jnp.zeros_like(moved), jnp.zeros_like(moved)])
+            second = round_trip(codecs, codec, x, _seed(name, seed + jnp.uint32(1)))
+            random = jnp.sum(jnp.square(first - second.astype(jnp.float32))) / 2
             return jnp.stack([moved, random, jnp.sum(jnp.square(error))])
 
         x = _decoded(entry, code)
-        d = round_trip(codecs, codec, x, _seed(name, seed)) - x
-        zeros = _tap(aval, statistics)((code, codec, seed), rows[name])
+        d = round_trip(codecs, self._codec, x, _seed(name, seed)) - x
+        traced = self._codec if fixed is None else None
+        zeros = _tap(aval, statistics)((code, traced, seed), rows[name])
         return zeros + d * jnp.asarray(0.5, d.dtype)
+
+
+def _grouping(codec: Codec) -> Codec:
+    """What quantizers have in common whose ranges are those of the same groups."""
+    return dataclasses.replace(codec, bits=8) if isinstance(codec, Quantize) else codec
 
 
 def _tap(aval: Any, statistics: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
