@@ -144,7 +144,7 @@ class Run:
     def costs(self) -> dict[str, float]:
         """The seconds of a probe, of a step and of compiling one, and what adapting costs."""
         controller, steps = self.controller, self.controller._steps
-        program = steps.find(controller._plans)
+        program = steps.find(controller._at.plans)
         probe = self._median(lambda: steps.probe(controller._mode, self.arguments, {}))
         step = self._median(lambda: program(*self.arguments))
         compiling = program.cpu_seconds
@@ -173,7 +173,7 @@ class Run:
         """
         controller, steps = self.controller, self.controller._steps
         arguments = Arguments(self.arguments, {})
-        program = steps.find(controller._plans)
+        program = steps.find(controller._at.plans)
 
         def seconds(program: Any) -> float:
             start = time.perf_counter()
@@ -181,7 +181,7 @@ class Run:
             return time.perf_counter() - start
 
         alone = [seconds(program) for _ in range(number)]
-        (place, plan), *rest = controller._plans
+        (place, plan), *rest = controller._at.plans
         first = next(iter(plan.codecs))
         other = steps.get(((place, plan.replace({first: "keep"})), *rest), arguments)
         work = threading.Thread(target=other.compile, args=(arguments,))

@@ -19,9 +19,9 @@ from jact.adapt.adaptive_step import AdaptiveStep
 from jact.adapt.budget import Budget
 from jact.adapt.decide import Decision
 from jact.adapt.history import Adaptation, joined
-from jact.adapt.modes import Comparing, Fixed, Listing, Plans, Probing
+from jact.adapt.modes import Comparing, Fixed, Listing, Probing
 from jact.adapt.probe import Probe
-from jact.adapt.state import Measuring, Pending, plans_from_json, plans_to_json
+from jact.adapt.state import Measuring, Pending, Progress
 from jact.adapt.steps import Arguments, Program, Steps
 from jact.codecs import Codec
 from jact.plan import Plan, PolicyLike, resolve
@@ -80,9 +80,6 @@ class Controller:
         max_compiled: how many compiled steps are kept; the one used last is dropped first.
         seed: of the random directions that sensitivities are measured along.
 
-    Attributes:
-        history: one `jact.adapt.Adaptation` for each time it measured.
-
     Raises:
         ValueError: for more than one budget, or an argument out of range.
         TypeError: for an argument of the wrong type.
@@ -136,7 +133,6 @@ class Controller:
             raise ValueError(f"min_gain must be at least 0 and below 1, got {min_gain!r}")
         self.min_gain = min_gain
         self.max_compiled = _at_least(2, max_compiled, "max_compiled")
-        self.history: list[Adaptation] = []
         self._owner = object()
         self._basis = _basis(policy, bits)
         self._mode = Probing(
@@ -149,13 +145,7 @@ class Controller:
         )
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self._steps: Steps | None = None
-        self._step = 0
-        self._plans: Plans | None = None
-        self._model: Any = None
-        self._asked = ""
-        self._failures = 0
-        self._measuring: Measuring | None = None
-        self._pending: Pending | None = None
+        self._at = Progress()
 
     # What users see of it.
 
@@ -166,18 +156,23 @@ class Controller:
         Where the step has several functions with this policy, the names of residuals begin with
         those of the functions.
         """
-        return None if self._plans is None else joined(self._plans)
+        return None if self._at.plans is None else joined(self._at.plans)
+
+    @property
+    def history(self) -> list[Adaptation]:
+        """One record for each time that it measured."""
+        return self._at.history
 
     @property
     def current(self) -> Policy | Plan:
         """The plan in use, or the policy that chooses residuals before there is one."""
-        plans = self._plans or ()
+        plans = self._at.plans or ()
         return plans[0][1] if len(plans) == 1 else self._basis
 
     @property
     def step(self) -> int:
         """How many steps were run."""
-        return self._step
+        return self._at.step
 
     @property
     def compilations(self) -> int:
@@ -188,13 +183,13 @@ class Controller:
     def metrics(self) -> dict[str, float]:
         """Figures for TensorBoard, clu or Weights & Biases, by name; cheap at every step."""
         metrics = {
-            "jact/step": float(self._step),
-            "jact/adaptations": float(len(self.history)),
-            "jact/switches": float(sum(a.switched for a in self.history)),
+            "jact/step": float(self._at.step),
+            "jact/adaptations": float(len(self._at.history)),
+            "jact/switches": float(sum(a.switched for a in self._at.history)),
             "jact/compilations": float(self.compilations),
         }
-        if self.history:
-            last = self.history[-1]
+        if self._at.history:
+            last = self._at.history[-1]
             metrics |= {
                 "jact/predicted_error": last.predicted_error,
                 "jact/bits": last.bits,
@@ -210,11 +205,13 @@ class Controller:
 
     def report(self) -> str:
         """A text: the budget, every adaptation, and the present plan residual by residual."""
-        return history.report(self.history, f"controller with {self.budget}, step {self._step}")
+        return history.report(
+            self._at.history, f"controller with {self.budget}, step {self._at.step}"
+        )
 
     def adapt(self) -> None:
         """Has the controller measure at the next step, whatever the period says."""
-        self._asked = "asked"
+        self._at.asked = "asked"
 
     def measure(self, *args: Any, **kwargs: Any) -> float:
         """Measures how far the gradient errs under the present plan, for one batch.
@@ -239,7 +236,7 @@ class Controller:
             ((f["coded"] - f["exact"]) ** 2).sum() / (f["exact"] ** 2).sum() for f in found.values()
         ]
         error = float(np.sqrt(np.mean(squares)))
-        self.history[-1] = dataclasses.replace(self.history[-1], measured_error=error)
+        self._at.history[-1] = dataclasses.replace(self._at.history[-1], measured_error=error)
         return error
 
     def jit(self, fun: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -282,7 +279,7 @@ class Controller:
         if isinstance(mode, Listing) and mode.owner is self._owner:
             return modes.run_listing(function, args, kwargs, mode)
         if not (isinstance(mode, Fixed) and mode.owner is self._owner):
-            mode = Fixed(self._owner, self._plans or (), self._basis)
+            mode = Fixed(self._owner, self._at.plans or (), self._basis)
         return modes.run_fixed(function, args, kwargs, mode)
 
     # What its step calls.
@@ -291,56 +288,56 @@ class Controller:
         """Does whatever is due before the next step, and returns its program."""
         if steps is not self._steps:
             raise ValueError(f"the controller follows a later definition of {_name(steps.fun)}")
-        if self._pending is not None and self._step >= self._pending.switch_at:
+        if self._at.pending is not None and self._at.step >= self._at.pending.switch_at:
             self._settle()
         arguments = None
-        if self._measuring is not None or self._is_due():
+        if self._at.measuring is not None or self._is_due():
             arguments = Arguments(args, kwargs)
             self._measure(steps, arguments, args, kwargs)
-        elif self._pending is not None and self._pending.future is None:
+        elif self._at.pending is not None and self._at.pending.future is None:
             arguments = Arguments(args, kwargs)
             self._resume(steps, arguments)
-        assert self._plans is not None
-        program = steps.find(self._plans)
+        assert self._at.plans is not None
+        program = steps.find(self._at.plans)
         if program is None:
-            program = steps.get(self._plans, arguments or Arguments(args, kwargs))
+            program = steps.get(self._at.plans, arguments or Arguments(args, kwargs))
         return program
 
     def _is_due(self) -> bool:
-        if self._pending is not None:
+        if self._at.pending is not None:
             return False
-        if self._plans is None:
-            self._asked = "first"
-        elif self._step % self.every == 0 and self._step > 0 and not self._asked:
-            self._asked = "periodic"
-        return bool(self._asked)
+        if self._at.plans is None:
+            self._at.asked = "first"
+        elif self._at.step % self.every == 0 and self._at.step > 0 and not self._at.asked:
+            self._at.asked = "periodic"
+        return bool(self._at.asked)
 
     def _measure(self, steps: Steps, arguments: Arguments, args: Any, kwargs: Any) -> None:
         """Probes the step with its arguments, and decides once enough batches were measured."""
         found = steps.probe(self._mode, args, kwargs)
-        measuring = self._measuring or Measuring(self._asked)
+        measuring = self._at.measuring or Measuring(self._at.asked)
         measuring.add(found)
-        self._asked, self._measuring = "", measuring
+        self._at.asked, self._at.measuring = "", measuring
         situation = decide.Situation(
-            step=self._step,
+            step=self._at.step,
             reason=measuring.reason,
-            plans=self._plans,
-            model=self._model,
+            plans=self._at.plans,
+            model=self._at.model,
             budget=self.budget,
             min_gain=self.min_gain,
             figures=measuring.figures,
             mode=self._mode,
         )
-        if self._plans is None:
+        if self._at.plans is None:
             self._take(decide.decide(situation, steps, arguments))
-            if self._failures:
-                self._measuring = None
+            if self._at.failures:
+                self._at.measuring = None
             else:
                 measuring.reason = "confirm"
         elif measuring.batches >= _BATCHES:
-            self._measuring = None
+            self._at.measuring = None
             work = functools.partial(decide.decide, situation, steps, arguments)
-            self._pending = Pending(self._step + self.switch_after, self._start(work))
+            self._at.pending = Pending(self._at.step + self.switch_after, self._start(work))
 
     def _start(self, work: Callable[[], Decision]) -> concurrent.futures.Future[Decision]:
         """Begins to work in the background, under the settings of this thread."""
@@ -356,39 +353,39 @@ class Controller:
 
     def _resume(self, steps: Steps, arguments: Arguments) -> None:
         """Compiles in the background what had been decided when the state was saved."""
-        assert self._pending is not None
-        decision = self._pending.result()
+        assert self._at.pending is not None
+        decision = self._at.pending.result()
 
         def compile_it() -> Decision:
             if decision.plans is not None and decision.switched:
-                steps.get(decision.plans, arguments, self._plans).compile(arguments)
+                steps.get(decision.plans, arguments, self._at.plans).compile(arguments)
             return decision
 
-        self._pending.future = self._start(compile_it)
+        self._at.pending.future = self._start(compile_it)
 
     def _settle(self) -> None:
         """Takes what was decided in the background."""
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
+        assert self._at.pending is not None
+        pending, self._at.pending = self._at.pending, None
         if pending.future is not None and not pending.future.done():
-            logger.info("step %d waits for the step under the new plan", self._step)
+            logger.info("step %d waits for the step under the new plan", self._at.step)
         try:
             decision = pending.result()
         except Exception:
-            logger.exception("the adaptation before step %d failed; the plan stays", self._step)
+            logger.exception("the adaptation before step %d failed; the plan stays", self._at.step)
             return
         self._take(decision)
 
     def _take(self, decision: Decision) -> None:
-        self._model = decision.model or self._model
+        self._at.model = decision.model or self._at.model
         if decision.plans:
-            self._plans = decision.plans
+            self._at.plans = decision.plans
         if decision.record is not None:
-            self.history.append(decision.record)
+            self._at.history.append(decision.record)
             logger.info("%s", decision.record)
-        self._failures = self._failures + 1 if decision.failed else 0
-        if decision.failed and self._failures <= _RETRIES:
-            self._asked = "retry"
+        self._at.failures = self._at.failures + 1 if decision.failed else 0
+        if decision.failed and self._at.failures <= _RETRIES:
+            self._at.asked = "retry"
 
     def present(self, steps: Steps | None, args: Any, kwargs: Any) -> Program:
         """The program of the present plan; nothing is due before it.
@@ -396,13 +393,13 @@ class Controller:
         Raises:
             ValueError: when there is no plan yet.
         """
-        if steps is None or self._plans is None:
+        if steps is None or self._at.plans is None:
             raise ValueError("there is no plan yet: run the first step, or restore a state")
-        return steps.get(self._plans, Arguments(args, kwargs))
+        return steps.get(self._at.plans, Arguments(args, kwargs))
 
     def after(self) -> None:
         """Counts a step that was run."""
-        self._step += 1
+        self._at.step += 1
 
     # State.
 
@@ -412,19 +409,9 @@ class Controller:
 
         Where an adaptation is being decided in the background, this waits for it.
         """
-        data = {
-            "budget": str(self.budget),
-            "step": self._step,
-            "plans": plans_to_json(self._plans),
-            "model": None if self._model is None else dataclasses.astuple(self._model),
-            "asked": self._asked,
-            "failures": self._failures,
-            "measuring": None if self._measuring is None else self._measuring.to_json(),
-            "pending": None if self._pending is None else self._pending.to_json(),
-            "history": [a.to_json() for a in self.history],
-        }
+        data = {"budget": str(self.budget), **self._at.to_json()}
         text = json.dumps(data).encode()
-        return {"step": np.int64(self._step), "json": np.frombuffer(text, np.uint8).copy()}
+        return {"step": np.int64(self._at.step), "json": np.frombuffer(text, np.uint8).copy()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on where the controller that `state` is from was.
@@ -439,13 +426,7 @@ class Controller:
             raise ValueError(f"state must be that of a controller: {error}") from error
         if budget != str(self.budget):
             raise ValueError(f"the state is that of a controller with {budget}, not {self.budget}")
-        self._step = data["step"]
-        self._plans = plans_from_json(data["plans"])
-        self._model = None if data["model"] is None else decide.Model(*data["model"])
-        self._asked, self._failures = data["asked"], data["failures"]
-        self._measuring = Measuring.from_json(data["measuring"])
-        self._pending = Pending.from_json(data["pending"])
-        self.history = [Adaptation.from_json(a) for a in data["history"]]
+        self._at = Progress.from_json(data)
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes the state to a file."""

@@ -103,6 +103,58 @@ class Pending:
         return cls(data["switch_at"], None, decision)
 
 
+@dataclasses.dataclass
+class Progress:
+    """Where a controller is: all that a resumed run needs.
+
+    Attributes:
+        step: how many steps were run.
+        plans: those in use; None before the first.
+        model: what is known of peaks.
+        asked: why the next step is to be measured; empty if it is not.
+        failures: measurements in a row that came out as infinite or NaN.
+        measuring: the batches measured so far for an adaptation that has begun.
+        pending: the adaptation that is being decided, or has yet to take effect.
+        history: a record of each adaptation.
+    """
+
+    step: int = 0
+    plans: Plans | None = None
+    model: Model | None = None
+    asked: str = ""
+    failures: int = 0
+    measuring: Measuring | None = None
+    pending: Pending | None = None
+    history: list[Adaptation] = dataclasses.field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON objects; what is being decided is waited for."""
+        return {
+            "step": self.step,
+            "plans": plans_to_json(self.plans),
+            "model": None if self.model is None else dataclasses.astuple(self.model),
+            "asked": self.asked,
+            "failures": self.failures,
+            "measuring": None if self.measuring is None else self.measuring.to_json(),
+            "pending": None if self.pending is None else self.pending.to_json(),
+            "history": [a.to_json() for a in self.history],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Progress:
+        """What `to_json` wrote."""
+        return cls(
+            step=data["step"],
+            plans=plans_from_json(data["plans"]),
+            model=None if data["model"] is None else Model(*data["model"]),
+            asked=data["asked"],
+            failures=data["failures"],
+            measuring=Measuring.from_json(data["measuring"]),
+            pending=Pending.from_json(data["pending"]),
+            history=[Adaptation.from_json(a) for a in data["history"]],
+        )
+
+
 def plans_to_json(plans: Plans | None) -> Any:
     """Plans as JSON objects."""
     return None if plans is None else [[place, plan.to_json()] for place, plan in plans]

@@ -151,7 +151,7 @@ def test_compiles_in_the_background_while_steps_go_on(monkeypatch):
     d = Drifting(every=12, switch_after=8)
     for i in range(40):
         d.run(i, i + 1)
-        pending = d.controller._pending
+        pending = d.controller._at.pending
         # Steps are so short that all of them could pass before the job comes to its compilation.
         while pending and not (compiling.is_set() or pending.future.done()):
             time.sleep(0.01)
@@ -168,8 +168,8 @@ def test_the_switch_comes_at_its_step_and_compiles_nothing(caplog):
     jax.config.update("jax_log_compiles", True)
     try:
         for i in range(40):
-            if c._pending is not None:
-                c._pending.future.result()
+            if c._at.pending is not None:
+                c._at.pending.future.result()
             caplog.clear()
             d.run(i, i + 1)
             plans.append(c.plan)
