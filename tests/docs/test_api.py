@@ -21,7 +21,9 @@ MODULES = (
     "jact.testing",
     "jact_kernels",
 )
-DIRECTIVE = re.compile(r"^\.\. (auto(?:function|class|data|exception)|py:data|currentmodule):: (\S+)$")
+DIRECTIVE = re.compile(
+    r"^\.\. (auto(?:function|class|data|exception)|py:data|currentmodule):: (\S+)$"
+)
 
 
 def entries() -> Iterator[tuple[str, str, str]]:
