@@ -38,7 +38,7 @@ class Quantize:
       True
     """
 
-    #: Fewer bits, fewer bytes: an element's error doubles with each bit less, and more.
+    #: Fewer bits take fewer bytes; an element's error doubles with each bit less, and more.
     bits: int = 4
     #: About how many elements share a range. Smaller groups have narrower ranges, hence a smaller
     #: error, at the price of 32 / group_size bits per element.
@@ -52,7 +52,7 @@ class Quantize:
     #: Approximate Activations" (NeurIPS 2019): no code crosses zero, and zero itself counts as
     #: negative in groups with both signs. The price is bias near zero.
     zero_edge: bool = False
-    #: How ranges are stored: "bfloat16" takes 32 bits per group, "float32" 48 (for narrow groups
+    #: How ranges are stored. "bfloat16" takes 32 bits per group, "float32" 48 (for narrow groups
     #: far from zero), "uint8" 16 and a little, as ranges are stored relative to those around.
     ranges: str = "bfloat16"
 
