@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation: `python -m sphinx -W docs docs/_build`.
+"""How Sphinx builds the documentation: `python -m sphinx -W docs docs/_build/html`.
 
 The notebooks are run while it builds, so a page never shows what the code no longer does.
 """
