@@ -17,6 +17,8 @@ ROOT = HERE.parent
 
 # Read by the kernels that run the notebooks. No notebook needs more than a CPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# They compile much and run little. This leaves memory figures alone.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 os.environ["PYTHONPATH"] = os.pathsep.join(
     str(path) for path in (ROOT, ROOT / "kernels", os.environ.get("PYTHONPATH")) if path
 )
