@@ -9,6 +9,8 @@ from jact import policy
 from jact.codecs import Codec, Offload, Pool, Quantize
 from jact.policy import Policy, Rule
 
+__all__ = ["MIXED", "NAMES", "PAPERS", "POLICIES", "on_convolutions"]
+
 
 def on_convolutions(codec: Codec | str, default: Codec | str) -> Policy:
     """One codec for the images between convolutions, another for everything else.

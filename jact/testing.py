@@ -15,6 +15,8 @@ import numpy as np
 from jact import codecs
 from jact.codecs import Codec
 
+__all__ = ["DTYPES", "SHAPES", "check_codec"]
+
 SHAPES = (
     (),
     (0,),

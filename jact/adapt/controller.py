@@ -41,7 +41,7 @@ class Controller:
     """A policy that follows the training: it measures, and spends the bytes where they matter.
 
     Give it as the `policy` of `jact.value_and_grad`, `jact.grad` or `jact.compress` (or of
-    `jact.nnx.value_and_grad`), inside of a training step that `controller.jit` compiles:
+    `jact.nnx.value_and_grad`), inside of a training step that `controller.jit` compiles::
 
         controller = jact.Controller(bits=4)
 

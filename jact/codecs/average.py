@@ -31,13 +31,14 @@ class Average:
       0.625
     """
 
-    # How many neighbours share a mean.
+    #: How many neighbours share a mean.
     neighbours: int = 4
-    # Bits and group size of the means.
+    #: Bits of each mean.
     bits: int = 2
+    #: About how many means share a range.
     group_size: int = 64
-    # Along which axis neighbours lie; None is the last but one (a row of an image, a sequence), or
-    # the last where there are two axes or one.
+    #: Along which axis neighbours lie; None is the last but one (a row of an image, a sequence), or
+    #: the last where there are two axes or one.
     axis: int | None = None
 
     def __post_init__(self) -> None:

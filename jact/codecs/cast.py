@@ -33,7 +33,7 @@ class Cast:
       [0.3125, -2.0, 448.0]
     """
 
-    # The name of the dtype; a dtype object is accepted and replaced by its name.
+    #: The name of the dtype; a dtype object is accepted and replaced by its name.
     dtype: DTypeLike = "bfloat16"
 
     def __post_init__(self) -> None:

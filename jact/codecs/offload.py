@@ -35,7 +35,7 @@ class Offload:
       True
     """
 
-    # What makes the code; the array itself is offloaded when it is `Keep()`.
+    #: What makes the code; the array itself is offloaded when it is `Keep()`.
     inner: Codec = Keep()
 
     @property

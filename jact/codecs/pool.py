@@ -37,13 +37,13 @@ class Pool:
       [2.5, 2.5, 4.5, 4.5]
     """
 
-    # How many neighbours along each axis share an average: bytes fall by its power.
+    #: How many neighbours along each axis share an average; bytes fall by its power.
     window: int = 2
-    # The axes to average along. None stands for all but the first (the batch) and the last (the
-    # channels), which suits NHWC and sequences; arrays of fewer than three axes have none. For NCHW
-    # say (-2, -1).
+    #: The axes to average along. None stands for all but the first (the batch) and the last (the
+    #: channels), which suits NHWC and sequences; arrays of fewer than three axes have none. For
+    #: NCHW say (-2, -1).
     axes: tuple[int, ...] | None = None
-    # How the averages are stored; as they are when None.
+    #: How the averages are stored; as they are when None.
     inner: Codec | None = None
 
     def __post_init__(self) -> None:

@@ -34,12 +34,13 @@ class PoolResidual:
       2.58
     """
 
-    # Along each axis, how many neighbours share an average; and those axes, as for `Pool`.
+    #: How many neighbours along each axis share an average.
     window: int = 4
+    #: Those axes, as for `Pool`.
     axes: tuple[int, ...] | None = None
-    # How the averages are stored.
+    #: How the averages are stored.
     average: Codec = Quantize(bits=4, ranges="uint8")
-    # How the difference is stored.
+    #: How the difference is stored.
     residual: Codec = Quantize(bits=2, ranges="uint8")
 
     def __post_init__(self) -> None:

@@ -38,22 +38,22 @@ class Quantize:
       True
     """
 
-    # Fewer bits, fewer bytes: an element's error doubles with each bit less, and more.
+    #: Fewer bits take fewer bytes; an element's error doubles with each bit less, and more.
     bits: int = 4
-    # About how many elements share a range. Smaller groups have narrower ranges, hence a smaller
-    # error, at the price of 32 / group_size bits per element.
+    #: About how many elements share a range. Smaller groups have narrower ranges, hence a smaller
+    #: error, at the price of 32 / group_size bits per element.
     group_size: int = 64
-    # Rounding at random keeps gradients unbiased; to the nearest halves the greatest error.
+    #: Rounding at random keeps gradients unbiased; to the nearest halves the greatest error.
     stochastic: bool = True
-    # Along which axis groups lie; None chooses among those between the batch and the channels. A
-    # negative one means the same under `vmap`. Only on request do groups cross the batch.
+    #: Along which axis groups lie; None chooses among those between the batch and the channels. A
+    #: negative one means the same under `vmap`. Only on request do groups cross the batch.
     axis: int | None = None
-    # Whether the signs of all elements survive, after Chakrabarti and Moseley, "Backprop with
-    # Approximate Activations" (NeurIPS 2019): no code crosses zero, and zero itself counts as
-    # negative in groups with both signs. The price is bias near zero.
+    #: Whether the signs of all elements survive, after Chakrabarti and Moseley, "Backprop with
+    #: Approximate Activations" (NeurIPS 2019): no code crosses zero, and zero itself counts as
+    #: negative in groups with both signs. The price is bias near zero.
     zero_edge: bool = False
-    # How ranges are stored: "bfloat16" takes 32 bits per group, "float32" 48 (for narrow groups far
-    # from zero), "uint8" 16 and a little, as ranges are stored relative to those around.
+    #: How ranges are stored. "bfloat16" takes 32 bits per group, "float32" 48 (for narrow groups
+    #: far from zero), "uint8" 16 and a little, as ranges are stored relative to those around.
     ranges: str = "bfloat16"
 
     def __post_init__(self) -> None:

@@ -199,7 +199,7 @@ def _bars(axes: Axes, found: Report) -> None:
     axes.set_xlabel("MiB")
     axes.set_title("each layer: its values (outline) and what is saved (filled)", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    _kind_legend(axes, used, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    _kind_legend(axes, used, loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
 def _kind_legend(axes: Axes, kinds: Sequence[str], **where: Any) -> None:

@@ -1,0 +1,70 @@
+"""The example programs: a few steps each, and a resumed run goes on as an uninterrupted one."""
+
+import importlib
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+#: The programs, and what makes them small: they compile four times each.
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "image_classification": {"FASHION": pathlib.Path("nowhere"), "CHANNELS": (8, 16), "BATCH": 16},
+    "language_model": {"LAYERS": 1, "WIDTH": 64, "BATCH": 4},
+    "graph_network": {"LAYERS": 4, "WIDTH": 32},
+}
+
+
+def _configure(folder: str | None) -> None:
+    jax.config.update("jax_disable_most_optimizations", folder is not None)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if folder else 1.0)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """LLVM need not optimise, and what one run has compiled the next one reads from a folder."""
+    _configure(str(tmp_path_factory.mktemp("compiled")))
+    yield
+    _configure(None)
+
+
+def lines(file: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_compares_and_resumes(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    program = importlib.import_module(name)
+    for constant, value in PROGRAMS[name].items():
+        monkeypatch.setattr(program, constant, value)
+
+    def run(log: str, steps: int, *more: str) -> list[dict[str, Any]]:
+        program.main(["--steps", str(steps), "--log", str(tmp_path / log), *more])
+        return lines(tmp_path / log)
+
+    whole = run("whole", 4)
+    plain = [x["loss"] for x in whole if x["policy"] == "off" and "loss" in x]
+    ours = [x["loss"] for x in whole if x["policy"] == "int4" and "loss" in x]
+    assert len(plain) == len(ours) == 4
+    # The first loss is that of the same parameters, and the forward pass is exact.
+    assert ours[0] == pytest.approx(plain[0], rel=1e-5)
+    assert ours[-1] == pytest.approx(plain[-1], rel=0.1)
+    peaks = {x["policy"]: x["peak MiB"] for x in whole if "peak MiB" in x}
+    assert peaks["int4"] < 0.6 * peaks["off"]
+
+    folder = ("--checkpoints", str(tmp_path / "checkpoints"), "--no-comparison")
+    run("parts", 2, *folder)
+    parts = run("parts", 4, *folder)
+    assert [x["loss"] for x in parts if "loss" in x] == ours
+    assert [x["step"] for x in parts if "loss" in x] == [0, 1, 2, 3]
