@@ -12,6 +12,7 @@ from benchmarks import (
     fidelity,
     flax,
     frontier,
+    fuzz,
     kernels,
     max_batch,
     options,
@@ -34,6 +35,7 @@ COMMANDS = {
     "sensitivity": sensitivity,
     "adaptive": adaptive,
     "accuracy": accuracy,
+    "fuzz": fuzz,
     "codecs": codecs,
     "kernels": kernels,
 }
