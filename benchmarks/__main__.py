@@ -5,12 +5,14 @@ from collections.abc import Sequence
 
 import jact.memory
 from benchmarks import (
+    accuracy,
     adaptive,
     choose,
     codecs,
     fidelity,
     flax,
     frontier,
+    fuzz,
     kernels,
     max_batch,
     options,
@@ -32,6 +34,8 @@ COMMANDS = {
     "frontier": frontier,
     "sensitivity": sensitivity,
     "adaptive": adaptive,
+    "accuracy": accuracy,
+    "fuzz": fuzz,
     "codecs": codecs,
     "kernels": kernels,
 }
@@ -48,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
             description=module.__doc__,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        if module in (codecs, kernels):
+        if hasattr(module, "run"):
             options.add_json(command)
         else:
             options.add_shared(command)
@@ -65,8 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if command is kernels:
             kernels.show(kernels.run(chosen), chosen.json)
             return
-        if command is codecs:
-            rows = list(codecs.run(chosen))
+        # A command that goes by models and policies measures case by case; others do it all.
+        if hasattr(command, "run"):
+            rows = list(command.run(chosen))
         else:
             rows = [row for case in options.cases(chosen) for row in command.measure(case, chosen)]
     except jact.memory.MissingPluginError as error:

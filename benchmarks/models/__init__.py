@@ -11,6 +11,7 @@ from collections.abc import Callable
 from benchmarks.models.bert import bert
 from benchmarks.models.convnet import convnet
 from benchmarks.models.graph import gcn
+from benchmarks.models.graph_attention import gat
 from benchmarks.models.lstm import lstm
 from benchmarks.models.mlp import mlp
 from benchmarks.models.resnet import resnet
@@ -18,6 +19,7 @@ from benchmarks.models.resnet20 import resnet20
 from benchmarks.models.scanned import ScannedTransformer
 from benchmarks.models.swin import swin
 from benchmarks.models.task import DTYPES, Task, Wrap
+from benchmarks.models.text import character_transformer
 from benchmarks.models.transformer import transformer
 from benchmarks.models.unet import unet
 from benchmarks.models.vit import vit
@@ -98,4 +100,6 @@ MODELS: dict[str, Model] = {
     "unet": Model(unet, batch=16, layers=4),
     "lstm": Model(lstm, batch=64, layers=2),
     "gcn": Model(gcn, batch=1797, layers=2),
+    "gat": Model(gat, batch=1797, layers=2),
+    "char_transformer": Model(character_transformer, batch=32, layers=3),
 }

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from benchmarks.models.task import (
     DTYPES,
     Task,
+    Wrap,
     cross_entropy,
     linen_task,
     maybe_remat,
@@ -22,25 +23,30 @@ class ViT(nn.Module):
 
     layers: int
     dtype: jnp.dtype
-    remat: bool
+    remat: Wrap
+    patch: int = PATCH
+    width: int = WIDTH
+    heads: int = HEADS
+    classes: int = CLASSES
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(WIDTH, (PATCH, PATCH), PATCH, padding="VALID", dtype=self.dtype)(x)
-        x = x.reshape(len(x), -1, WIDTH)
-        first = self.param("class_token", nn.initializers.zeros, (1, 1, WIDTH))
-        first = jnp.broadcast_to(first.astype(self.dtype), (len(x), 1, WIDTH))
+        sides = (self.patch, self.patch)
+        x = nn.Conv(self.width, sides, sides, padding="VALID", dtype=self.dtype)(x)
+        x = x.reshape(len(x), -1, self.width)
+        first = self.param("class_token", nn.initializers.zeros, (1, 1, self.width))
+        first = jnp.broadcast_to(first.astype(self.dtype), (len(x), 1, self.width))
         x = jnp.concatenate([first, x], axis=1)
         positions = self.param("positions", nn.initializers.normal(0.02), (1, *x.shape[1:]))
         x = x + positions.astype(self.dtype)
         block = maybe_remat(Block, self.remat)
         for i in range(self.layers):
-            x = block(HEADS, self.dtype, use_bias=True, name=f"Block_{i}")(x)
+            x = block(self.heads, self.dtype, use_bias=True, name=f"Block_{i}")(x)
         x = nn.LayerNorm(dtype=self.dtype)(x[:, 0])
-        return nn.Dense(CLASSES, dtype=self.dtype)(x)
+        return nn.Dense(self.classes, dtype=self.dtype)(x)
 
 
-def vit(batch: int, layers: int, dtype: str, remat: bool) -> Task:
+def vit(batch: int, layers: int, dtype: str, remat: Wrap) -> Task:
     """Builds the network on random images `[batch, 224, 224, 3]`."""
     module = ViT(layers, DTYPES[dtype], remat)
     return linen_task(module, ("images",), cross_entropy, random_images(batch, SIDE, 3, CLASSES))
