@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import shutil
-import sys
 from typing import Any
 
 import jact
@@ -22,7 +21,6 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 os.environ["PYTHONPATH"] = os.pathsep.join(
     str(path) for path in (ROOT, ROOT / "kernels", os.environ.get("PYTHONPATH")) if path
 )
-sys.path.insert(0, str(ROOT))
 
 # Sphinx reads what is below this folder; the notebooks belong to the examples.
 shutil.copytree(ROOT / "examples" / "notebooks", HERE / "notebooks", dirs_exist_ok=True)
@@ -34,7 +32,6 @@ author = "the jact authors"
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
@@ -47,7 +44,6 @@ html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}
 default_role = "py:obj"
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
-autosummary_generate = False
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
