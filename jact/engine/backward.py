@@ -12,6 +12,7 @@ from jax import lax
 
 from jact import codecs, compat
 from jact.codecs.offload import on_device
+from jact.engine import costs
 from jact.engine import program as programs
 from jact.engine.linearize import Linearized, is_differentiable
 from jact.engine.marks import DECODE
@@ -134,6 +135,21 @@ class _BackwardPass:
         for var in eqn.outvars:
             if self._tokens.get(var) is var and is_differentiable(var.aval.dtype):
                 self._previous = self._env[var]
+        if _widens(eqn, self._tokens):
+            self._residuals.forget()
+
+
+def _widens(eqn: Equation, tokens: Mapping[Var, Var]) -> bool:
+    """Whether an equation is a product that is larger than the cotangent it is made from.
+
+    What it is multiplied with next is as large: a network's widest arrays meet here. Made from
+    values that were decoded before the product, those factors would lie next to it, and each
+    other, and what was decoded; made from codes, they are made as they are used.
+    """
+    if eqn.primitive.name != "dot_general" or costs.is_batched_product(eqn):
+        return False
+    cotangents = [v.aval.size for v in programs.operands(eqn) if v in tokens]
+    return bool(cotangents) and eqn.outvars[0].aval.size > max(cotangents)
 
 
 def _tokens(eqns: Sequence[Equation], cotangents: Sequence[Var]) -> dict[Var, Var]:
@@ -212,8 +228,13 @@ class _Residuals:
             else programs.read(self._made, a)
             for a in wanted
         ]
-        self._forget()
+        self._forget_unused()
         return values, cotangents, gradients
+
+    def forget(self) -> None:
+        """Has everything decoded anew from now on."""
+        self._made.clear()
+        self._last_use.clear()
 
     def _make(
         self, wanted: Sequence[Var], cotangents: list[Any], gradients: list[Any]
@@ -269,6 +290,6 @@ class _Residuals:
         entry, code = self._saved[var]
         return entry.codec.fetch(code) if isinstance(entry.codec, codecs.Offload) else code
 
-    def _forget(self) -> None:
+    def _forget_unused(self) -> None:
         for var in [v for v in self._made if self._last_use[v] < self._time - _WINDOW]:
             del self._made[var], self._last_use[var]

@@ -569,3 +569,26 @@ def test_values_are_saved_in_the_order_in_which_they_are_made(arrange: Any) -> N
     assert entry.value.aval.shape == x.shape
     exact, coded = jax.grad(loss)(w, x), jact.grad(loss, policy="int8")(w, x)
     np.testing.assert_allclose(coded, exact, atol=0.02 * float(jnp.abs(exact).max()))
+
+
+def test_factors_of_a_wide_product_are_made_after_it() -> None:
+    """What was decoded before it would lie next to it, with all that is made from that."""
+    width, layers = 64, 3
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for w, v in params:
+            x = x + jax.nn.gelu(jnp.tanh(x) @ w) @ v
+        return jnp.mean(x**2)
+
+    shapes = (width, 4 * width), (4 * width, width)
+    params = [tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)] * layers
+    x = jax.ShapeDtypeStruct((512, width), jnp.float32)
+    decoded = collections.Counter(
+        eqn.outvars[0].aval.shape[-1]
+        for eqn in all_equations(jax.make_jaxpr(jact.grad(loss, policy="int4"))(params, x).jaxpr)
+        if eqn.params.get("name") == "dequantize"
+    )
+    # Once for the weights' gradient, once behind the product with `v`; streams are as narrow as
+    # their cotangents.
+    assert decoded[4 * width] == 2 * layers
+    assert decoded[width] == layers
