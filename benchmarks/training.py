@@ -47,7 +47,11 @@ class Trainer:
         if step is None:
             # It measures at the first step and half way.
             half = max(2, experiment.steps // 2)
-            controller = jact.Controller(bits=self.policy, every=half, switch_after=half // 5 or 1)
+            # With the least number of bits of all candidates, there would be nothing to choose.
+            codecs = ("int8", "int4", "int2", "int1")[: 3 if self.policy > 2 else 4]
+            controller = jact.Controller(
+                bits=self.policy, every=half, switch_after=half // 5 or 1, codecs=codecs
+            )
             step = controller.jit(self._make_step(controller))
         arrays = experiment.load(seed)
         params, state = experiment.init(seed, arrays)
