@@ -2,12 +2,12 @@
 
     python benchmarks/torch_peer.py --json benchmarks/results/torch_peer.json
 
-Needs PyTorch (2.13.0 under Python 3.11) and NumPy, and imports neither JAX nor jact, so that it runs
-in an environment of its own. Three ways to a gradient: plain; `torch.utils.checkpoint` around each
-block; and `torch.autograd.graph.saved_tensors_hooks` that store what autograd saves in 4 bits, as
-GACT (Liu et al., 2022, section 3) and ActNN (Chen et al., 2021, section 3) describe it: flattened,
-in groups of 256, each with its minimum and scale, rounded at random. Parameters, small tensors and
-what is not float32 stay as they are.
+Needs PyTorch (2.13.0 under Python 3.11) and NumPy, and imports neither JAX nor jact, so that it
+runs in an environment of its own. Three ways to a gradient: plain; `torch.utils.checkpoint` around
+each block; and `torch.autograd.graph.saved_tensors_hooks` that store what autograd saves in 4 bits,
+as GACT (Liu et al., 2022, section 3) and ActNN (Chen et al., 2021, section 3) describe it:
+flattened, in groups of 256, each with its minimum and scale, rounded at random. Parameters, small
+tensors and what is not float32 stay as they are.
 
 Saved bytes are those of the distinct tensors that autograd holds between the passes. The peak is
 how far the process's resident memory rises above where it was before the gradient, each way in a
@@ -18,7 +18,8 @@ processor time on one thread, relative to plain.
 import argparse
 import contextlib
 import json
-import resource
+import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -198,7 +199,10 @@ def measure(name, rounds):
 def peak(name, mode):
     """The rise of the resident memory during one gradient, in a process of its own."""
     command = [sys.executable, __file__, "--peak-of", name, mode]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    # Freed memory goes back to the system at once, rather than to be used again later.
+    own = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | own)
+    return int(done.stdout)
 
 
 def print_peak(name, mode):
@@ -206,9 +210,17 @@ def print_peak(name, mode):
     model, x, objective = MODELS[name]()
     # Libraries allocate at their first call: a small one goes before.
     gradient(model, x[:1], lambda y: y.square().mean(), mode)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux then counts the highest resident memory anew.
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
     gradient(model, x, objective, mode)
-    print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+    print(status("VmHWM") - before)
+
+
+def status(key):
+    """The bytes that Linux gives for this process."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key + ":"))
 
 
 def main():
