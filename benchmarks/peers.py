@@ -106,7 +106,7 @@ def measure(model: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
     analyses = {}
     for way, task in tasks.items():
         output.announce(f"compiling {model}: {way}")
-        gradient = differentiated(task, WAYS[way][1])
+        gradient = jax.jit(differentiated(task, WAYS[way][1]))
         analyses[way] = jact.memory.analyze(gradient, *arguments, target=target)
     ratios, errors = {}, {}
     if here and chosen.rounds:
