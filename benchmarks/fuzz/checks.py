@@ -88,7 +88,11 @@ def check(program: Program) -> Finding | None:
     """Runs all checks on a program, and returns the first that fails."""
     arguments = program.arguments()
     plain = jax.jit(jax.value_and_grad(program.loss(), (0, 1)))
-    value, gradient = jax.device_get(plain(*arguments))
+    try:
+        value, gradient = jax.device_get(plain(*arguments))
+    except Exception as error:  # JAX itself has no gradient of this, so there is none to compare.
+        text = str(error).partition("\n")[0]
+        return Finding("unusable", f"plain JAX raises {type(error).__name__}: {text}", fault=False)
     if not (np.isfinite(value) and 1e-6 < norm(gradient) < 1e6):
         return Finding("unusable", "the plain gradient is zero, huge or no number", fault=False)
     try:
