@@ -7,6 +7,9 @@ the labels that are seen, so differences to plain JAX are taken seed by seed.
 Pooled codecs are for feature maps. Under `pool2`, `pool4` and `hybrid2` a model without
 convolutions is stored by the codec of everything else (int8, int2, int2), so they are left out
 there. `pool2-tokens` averages two tokens that follow each other instead.
+
+`adaptive3-derivatives` is for models with GELU: its derivatives are saved rather than its
+arguments, whose rounding at 2 bits biases the gradient.
 """
 
 import argparse
@@ -27,7 +30,7 @@ import jact.presets
 from benchmarks import accuracy_table, options, output
 from benchmarks.data import MissingDataError
 from benchmarks.experiments import EXPERIMENTS, Experiment
-from benchmarks.training import Trainer
+from benchmarks.training import Adaptive, Trainer
 from jact.codecs import Pool
 
 TOKENS = jact.Policy(
@@ -39,7 +42,8 @@ POLICIES: dict[str, Any] = {
     **{name: name for name in ("off", "int8", "int4", "int2")},
     **{name: name for name in ("hybrid2", "pool2", "pool4")},
     "pool2-tokens": TOKENS,
-    **{f"adaptive{bits}": float(bits) for bits in (4, 3, 2)},
+    **{f"adaptive{bits}": Adaptive(bits) for bits in (4, 3, 2)},
+    "adaptive3-derivatives": Adaptive(3, jact.Policy(default="int4", derivatives=True)),
     "blpa-4": "blpa-4",
 }
 """Names of the table, and what `Trainer` takes."""
@@ -111,7 +115,7 @@ def applies(policy: str, experiment: Experiment) -> bool:
     """Whether a policy says anything else of a model than one that is there anyway."""
     if policy in jact.presets.MIXED:
         return experiment.images
-    return experiment.sequences or policy != "pool2-tokens"
+    return experiment.sequences or policy not in ("pool2-tokens", "adaptive3-derivatives")
 
 
 def train(

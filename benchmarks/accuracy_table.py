@@ -43,6 +43,8 @@ def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
     """
     import matplotlib.pyplot as plt
 
+    # Beyond this, an arrow and a number stand for the point, so that the others can be told apart.
+    edge = -5.0
     groups = [
         (task, list(own)) for task, own in itertools.groupby(rows, key=lambda row: row["task"])
     ]
@@ -62,7 +64,15 @@ def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
             panel.axvspan(-plain["error"], plain["error"], color="0.88", zorder=0)
         panel.axvline(0, color="0.4", linewidth=0.8, zorder=1)
         for row in own:
-            if row["policy"] != "off" and row["difference"] is not None:
+            if row["policy"] == "off" or row["difference"] is None:
+                continue
+            if row["difference"] < edge:
+                text = f"◀ {row['difference']:.0f} ± {row['difference_error'] or 0:.0f}"
+                place = (0.02, places[row["policy"]])
+                panel.annotate(
+                    text, place, xycoords=("axes fraction", "data"), va="center", fontsize=8
+                )
+            else:
                 panel.errorbar(
                     row["difference"],
                     places[row["policy"]],

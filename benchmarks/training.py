@@ -1,5 +1,6 @@
 """One training of an experiment under one policy."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,32 @@ import jact
 from benchmarks.experiments import Experiment
 
 
+@dataclasses.dataclass(frozen=True)
+class Adaptive:
+    """A controller's arguments: one object serves all seeds, each of which has its own controller.
+
+    Attributes:
+        bits: The average.
+        policy: Chooses which values are saved; None is the controller's own choice.
+    """
+
+    bits: float
+    policy: jact.Policy | None = None
+
+    def controller(self, steps: int) -> jact.Controller:
+        """A controller that measures at the first step and half way."""
+        half = max(2, steps // 2)
+        # With the least number of bits of all candidates, there would be nothing to choose.
+        codecs = ("int8", "int4", "int2", "int1")[: 3 if self.bits > 2 else 4]
+        return jact.Controller(
+            bits=self.bits,
+            every=half,
+            switch_after=half // 5 or 1,
+            codecs=codecs,
+            policy=self.policy,
+        )
+
+
 class Trainer:
     """Trains an experiment under one policy, from as many seeds as asked for.
 
@@ -20,15 +47,14 @@ class Trainer:
 
     Args:
         experiment: What to train.
-        policy: What `jact.value_and_grad` takes; "off" is plain JAX. Or an average number of bits,
-            which is for a controller to spend.
+        policy: What `jact.value_and_grad` takes; "off" is plain JAX. Or `Adaptive`.
     """
 
     def __init__(self, experiment: Experiment, policy: Any):
         self.experiment = experiment
         self.policy = policy
         self._score = jax.jit(experiment.score)
-        self._step = None if isinstance(policy, float) else jax.jit(self._make_step(policy))
+        self._step = None if isinstance(policy, Adaptive) else jax.jit(self._make_step(policy))
 
     def run(self, seed: int, advance: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Trains from one seed.
@@ -45,9 +71,7 @@ class Trainer:
         start = time.process_time()
         experiment, step = self.experiment, self._step
         if step is None:
-            # It measures at the first step and half way.
-            half = max(2, experiment.steps // 2)
-            controller = jact.Controller(bits=self.policy, every=half, switch_after=half // 5 or 1)
+            controller = self.policy.controller(experiment.steps)
             step = controller.jit(self._make_step(controller))
         arrays = experiment.load(seed)
         params, state = experiment.init(seed, arrays)

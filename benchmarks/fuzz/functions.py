@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -78,13 +79,14 @@ def counted(x: jax.Array) -> jax.Array:
 
 def max_pool(x: jax.Array) -> jax.Array:
     """The greatest of each window of 2 x 2 of `[batch, height, width, channels]`."""
-    lowest = jnp.asarray(-jnp.inf, x.dtype)
+    # A NumPy scalar: JAX has a derivative only where it sees what the initial value is.
+    lowest = np.asarray(-np.inf, x.dtype)
     return lax.reduce_window(x, lowest, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
 
 def mean_pool(x: jax.Array) -> jax.Array:
     """The mean of each window of 2 x 2, windows overlapping."""
-    zero = jnp.zeros((), x.dtype)
+    zero = np.zeros((), x.dtype)
     return lax.reduce_window(x, zero, lax.add, (1, 2, 2, 1), (1, 1, 1, 1), "SAME") / 4
 
 

@@ -27,8 +27,10 @@ class GraphAttention(nn.Module):
         x = nn.DenseGeneral((self.heads, self.features), use_bias=False, dtype=self.dtype)(x)
         scorer = nn.initializers.normal(self.features**-0.5)
         shape = (self.heads, self.features)
-        of_sender = (x * self.param("of_sender", scorer, shape).astype(self.dtype)).sum(-1)
-        of_receiver = (x * self.param("of_receiver", scorer, shape).astype(self.dtype)).sum(-1)
+        of_sender = (x * self.param("of_sender", scorer, shape)[None].astype(self.dtype)).sum(-1)
+        of_receiver = (x * self.param("of_receiver", scorer, shape)[None].astype(self.dtype)).sum(
+            -1
+        )
         scores = nn.leaky_relu(of_sender[senders] + of_receiver[receivers], 0.2)
         highest = jax.lax.stop_gradient(jax.ops.segment_max(scores, receivers, nodes))
         weights = jnp.exp(scores - highest[receivers])

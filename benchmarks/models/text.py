@@ -19,7 +19,7 @@ class CausalBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         length = x.shape[-2]
-        hidden = jnp.arange(length)[:, None] < jnp.arange(length)
+        hidden = jnp.arange(length)[:, None] < jnp.arange(length)[None]
         mask = jnp.where(hidden, -1e9, 0.0).astype(self.dtype)
         y = nn.LayerNorm(dtype=self.dtype)(x)
         x = x + Attention(self.heads, self.dtype, use_bias=True)(y, mask[None, None])

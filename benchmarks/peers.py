@@ -1,0 +1,156 @@
+"""What a user would pick instead: saved bytes, peak, time and error, each to its own plain run.
+
+JAX's ways are measured here: plain, `jax.checkpoint` around each block (keeping nothing, products,
+or products on the host), jact's policies, and jact together with `jax.checkpoint`, with offloading,
+and with both. PyTorch's come from the file that `benchmarks/torch_peer.py` writes, if it is there.
+What others publish of their systems is printed below.
+
+Times are processor seconds, interleaved, relative to plain JAX (or to plain PyTorch). Offloading
+shows in peaks for a GPU only (`--target`), where nothing is run.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import rich.console
+import rich.table
+
+import jact
+import jact.memory
+from benchmarks import fidelity, options, output
+from benchmarks.models import MODELS, Task
+from benchmarks.models.task import Wrap
+from benchmarks.options import REMAT
+from benchmarks.peak import saved_bytes
+from benchmarks.published import PUBLISHED
+from benchmarks.time import interleave
+
+
+def _offloads_dots(block: type[nn.Module]) -> type[nn.Module]:
+    save = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    return nn.remat(block, policy=save)
+
+
+WAYS: dict[str, tuple[Wrap, str]] = {
+    "plain": (False, "off"),
+    "checkpoint": (True, "off"),
+    "checkpoint, products saved": (REMAT["remat-dots"], "off"),
+    "checkpoint, products on the host": (_offloads_dots, "off"),
+    "int8": (False, "int8"),
+    "int4": (False, "int4"),
+    "int2": (False, "int2"),
+    "gact-l1": (False, "gact-l1"),
+    "int4 + checkpoint": (True, "int4"),
+    "int4 + offload": (False, "offload-int4"),
+    "int4 + checkpoint + offload": (True, "offload-int4"),
+}
+"""How each block is wrapped, and the policy of the whole."""
+
+TORCH = pathlib.Path(__file__).parent / "results" / "torch_peer.json"
+
+LINE = "policy"
+COLUMNS: output.Columns = {
+    "saved MiB": output.mib_or_dash("saved_bytes"),
+    "peak MiB": output.mib_or_dash("peak_bytes"),
+    "/ plain": output.number("peak_ratio", ".2f"),
+    "time / plain": output.number("time_ratio", ".2f"),
+    "relative error": output.number("relative_error", ".1e"),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command."""
+    options.add_target(parser)
+    models = options.names("model", MODELS)
+    parser.add_argument("--model", type=models, default="resnet20,transformer_small")
+    parser.add_argument("--batch", type=options.positive, help="None is the model's own")
+    parser.add_argument("--layers", type=options.positive, help="None is the model's own")
+    parser.add_argument("--rounds", type=int, default=5, help="of the timing; 0 for none")
+    parser.add_argument("--torch", type=pathlib.Path, default=TORCH, help="torch_peer.py's file")
+
+
+def run(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a row for each model and way, those of PyTorch after those of JAX."""
+    options.use_cpu()
+    torch = json.loads(chosen.torch.read_text()) if chosen.torch.exists() else []
+    for model in chosen.model:
+        yield from relative(measure(model, chosen), f"{model}\nJAX, {chosen.target}")
+        own = [row for row in torch if row["model"] == model]
+        if own and chosen.target == "cpu":
+            yield from relative(own, f"{model}\n{own[0]['framework']}, cpu")
+
+
+def relative(rows: Sequence[dict[str, Any]], label: str) -> Iterator[dict[str, Any]]:
+    """The rows, each with its peak relative to the first one's, plain."""
+    for row in rows:
+        yield row | {"label": label, "peak_ratio": row["peak_bytes"] / rows[0]["peak_bytes"]}
+
+
+def measure(model: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """Compiles every way; on the CPU, runs and times them."""
+    here = chosen.target == "cpu"
+    target = None if here else chosen.target
+    tasks = {
+        way: MODELS[model].task(batch=chosen.batch, layers=chosen.layers, remat=wrap)
+        for way, (wrap, _) in WAYS.items()
+    }
+    arguments = tasks["plain"].arguments() if here else tasks["plain"].abstract()
+    analyses = {}
+    for way, task in tasks.items():
+        output.announce(f"compiling {model}: {way}")
+        gradient = jax.jit(differentiated(task, WAYS[way][1]))
+        analyses[way] = jact.memory.analyze(gradient, *arguments, target=target)
+    ratios, errors = {}, {}
+    if here and chosen.rounds:
+        compiled = {way: analysis.compiled for way, analysis in analyses.items()}
+        seconds = interleave(compiled, arguments, chosen.rounds, time.process_time)
+        exact = fidelity.flat_gradient(compiled["plain"], arguments)
+        for way in WAYS:
+            pairs = zip(seconds[way], seconds["plain"], strict=True)
+            ratios[way] = statistics.median(own / plain for own, plain in pairs)
+            gradient = fidelity.flat_gradient(compiled[way], arguments)
+            errors[way] = float(np.linalg.norm(gradient - exact) / np.linalg.norm(exact))
+    return [
+        {
+            "framework": f"JAX {jax.__version__}",
+            "model": model,
+            "policy": way,
+            "target": chosen.target,
+            "saved_bytes": saved(way, tasks[way]),
+            "peak_bytes": analyses[way].temp_bytes,
+            "time_ratio": ratios.get(way),
+            "relative_error": errors.get(way),
+        }
+        for way in WAYS
+    ]
+
+
+def differentiated(task: Task, policy: str) -> Callable[..., Any]:
+    """The gradient of a task's loss."""
+    if policy == "off":
+        return jax.value_and_grad(task.loss, has_aux=True)
+    return jact.value_and_grad(task.loss, has_aux=True, policy=policy)
+
+
+def saved(way: str, task: Task) -> int:
+    """The bytes that are kept between the passes, on the device or on the host."""
+    return saved_bytes(task.loss, WAYS[way][1], task.abstract())
+
+
+def finish(rows: Sequence[dict[str, Any]], chosen: argparse.Namespace) -> None:
+    """Prints what others publish."""
+    del rows, chosen
+    table = rich.table.Table(title="published elsewhere")
+    for column in PUBLISHED[0]:
+        table.add_column(column)
+    for row in PUBLISHED:
+        table.add_row(*row.values())
+    rich.console.Console(stderr=True).print(table)
