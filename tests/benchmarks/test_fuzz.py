@@ -36,7 +36,8 @@ def test_a_seed_draws_the_same_program_again() -> None:
     assert all(len(program.steps) >= 3 for program in programs)
 
 
-@pytest.mark.parametrize("seed", [4, 11])
+# Under 1103, XLA left out a rounding to bfloat16 in one of the two programs.
+@pytest.mark.parametrize("seed", [4, 1103])
 def test_random_programs_pass(seed: int) -> None:
     assert check(generate.draw(seed)) is None
 
