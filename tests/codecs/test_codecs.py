@@ -38,7 +38,15 @@ def sample(shape: tuple[int, ...], dtype: str, seed: int = 0) -> jax.Array:
     return jnp.asarray(values > 0 if dtype == "bool" else values.astype(dtype))
 
 
-@parametrize_codec
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *PRESETS.values(),
+        # What these combine is checked with the presets, and by itself.
+        *(pytest.param(codec, marks=pytest.mark.slow) for codec in ALL[len(PRESETS) :]),
+    ],
+    ids=lambda codec: codec.name,
+)
 def test_codec_keeps_its_promises(codec: Codec) -> None:
     check_codec(codec)
 

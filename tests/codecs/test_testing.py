@@ -115,6 +115,7 @@ def test_broken_codecs_are_found(codec: Any, message: str) -> None:
         check_codec(codec, shapes=SHAPES)
 
 
+@pytest.mark.slow
 def test_codecs_along_the_batch_are_allowed_on_request() -> None:
     codec = Quantize(axis=0, group_size=4)
     check_codec(codec, shapes=[(4, 3, 8)], independent=False)

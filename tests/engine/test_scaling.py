@@ -21,7 +21,9 @@ MODELS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["transformer", pytest.param("convnet", marks=pytest.mark.slow), "scanned"]
+)
 def test_layers_cost_their_codes(name: str) -> None:
     build, policy = MODELS[name]
 

@@ -28,6 +28,9 @@ W_BYTES, X_BYTES = 64 * 64 * 4, 256 * 64 * 4
 # 4 bits an element, and two bfloat16 numbers (least value and step) for each row.
 INT4_BYTES = 256 * 64 // 2 + 256 * 4
 
+# Those that take longest to trace and compile.
+LARGE = ("bert_large", "swin_tiny", "vit_b16")
+
 
 @pytest.fixture(autouse=True)
 def _columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +137,10 @@ class TestFigures:
         assert all(row.bytes == row.saved_bytes for row in report.rows)
         assert report.ratio == 1
 
-    @pytest.mark.parametrize("model", MODELS)
+    @pytest.mark.parametrize(
+        "model",
+        [pytest.param(m, marks=[pytest.mark.slow] if m in LARGE else []) for m in MODELS],
+    )
     def test_plain_bytes_do_not_depend_on_the_policy(self, model: str) -> None:
         task = MODELS[model].task(batch=16, layers=1)
         reports = {
