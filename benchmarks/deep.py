@@ -64,13 +64,13 @@ def measure(policy: str, blocks: int, chosen: argparse.Namespace) -> dict[str, A
     step, optimizer = make_step(task.loss, policy)
     arguments = jax.eval_shape(lambda: with_optimizer(task.arguments(), optimizer))
     target = None if chosen.target == "cpu" else chosen.target
-    analysis = jact.memory.analyze(step, *arguments, target=target)
+    analysis = jact.memory.analyze(jax.jit(step), *arguments, target=target)
     losses, seconds = [], None
     if policy != "off" and blocks == chosen.deep and chosen.steps and target is None:
         state = with_optimizer(task.arguments(), optimizer)
-        compiled, start = jax.jit(step, donate_argnums=(0, 1, 2)), time.perf_counter()
+        start = time.perf_counter()
         for _ in range(chosen.steps):
-            loss, *state = compiled(*state[:3], state[3])
+            loss, *state = analysis.compiled(*state)
             losses.append(float(loss))
             output.announce(f"step {len(losses)}: loss {losses[-1]:.4f}")
         seconds = (time.perf_counter() - start) / chosen.steps
@@ -100,10 +100,7 @@ def make_step(
 ) -> tuple[Callable[..., Any], optax.GradientTransformation]:
     """The training step, which returns the loss and its own arguments, and its optimizer."""
     optimizer = optax.sgd(0.01, 0.9)
-    if policy == "off":
-        gradient = jax.value_and_grad(loss, has_aux=True)
-    else:
-        gradient = jact.value_and_grad(loss, has_aux=True, policy=policy)
+    gradient = options.differentiated(loss, policy)
 
     def step(params: Any, state: Any, optimizer_state: Any, batch: Any) -> tuple[Any, ...]:
         (value, state), grads = gradient(params, state, batch)

@@ -152,6 +152,21 @@ def momentum(steps: int) -> optax.GradientTransformation:
     )
 
 
+def image_experiment(*, halve: bool, **own: Any) -> Experiment:
+    """A model on Fashion-MNIST, as it is or at half its size; `own` is what is the model's."""
+    return Experiment(
+        inputs=("images",),
+        load=functools.partial(load_images, halve),
+        pick=pick_rows,
+        objective=cross_entropy,
+        right=share_right,
+        examples=(TRAIN_IMAGES, TEST_IMAGES),
+        batch=64,
+        images=True,
+        **own,
+    )
+
+
 # Text.
 
 WINDOW, TEST_CHARACTERS = 64, 64 * 500
@@ -239,33 +254,19 @@ EXPERIMENTS: dict[str, Experiment] = {
         sequences=True,
         settings={"python": ".".join(platform.python_version_tuple()[:2])},
     ),
-    "fashion_vit": Experiment(
+    "fashion_vit": image_experiment(
         description="ViT, 4 layers of width 64, patches of 7 x 7, Fashion-MNIST",
         module=lambda train: ViT(4, F32, False, patch=7, width=64, heads=4, classes=10),
-        inputs=("images",),
-        load=functools.partial(load_images, False),
-        pick=pick_rows,
-        objective=cross_entropy,
-        right=share_right,
-        examples=(TRAIN_IMAGES, TEST_IMAGES),
-        batch=64,
+        halve=False,
         steps=300,
         optimizer=functools.partial(warm_adam, 2e-3),
-        images=True,
         sequences=True,
     ),
-    "fashion_resnet20": Experiment(
+    "fashion_resnet20": image_experiment(
         description="ResNet-20, Fashion-MNIST at 14 x 14",
         module=lambda train: ResNet20(9, F32, False, train),
-        inputs=("images",),
-        load=functools.partial(load_images, True),
-        pick=pick_rows,
-        objective=cross_entropy,
-        right=share_right,
-        examples=(TRAIN_IMAGES, TEST_IMAGES),
-        batch=64,
+        halve=True,
         steps=240,
         optimizer=momentum,
-        images=True,
     ),
 }

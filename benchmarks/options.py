@@ -61,10 +61,7 @@ class Case:
 
     def gradient(self, policy: str) -> Callable[..., Any]:
         """Returns the function that is measured: `(params, state, batch) -> (value, gradient)`."""
-        loss = self.task(policy).loss
-        if policy == "off" or policy in REMAT:
-            return jax.value_and_grad(loss, has_aux=True)
-        return jact.value_and_grad(loss, has_aux=True, policy=policy)
+        return differentiated(self.task(policy).loss, "off" if policy in REMAT else policy)
 
     def row(self, policy: str, target: str, **figures: Any) -> dict[str, Any]:
         """Returns a result: what was measured, followed by its figures."""
@@ -78,6 +75,13 @@ class Case:
             "jax": jax.__version__,
             **figures,
         }
+
+
+def differentiated(loss: Callable[..., Any], policy: Any) -> Callable[..., Any]:
+    """Returns `value_and_grad` of a loss with auxiliary data; under "off" it is JAX's own."""
+    if isinstance(policy, str) and policy == "off":
+        return jax.value_and_grad(loss, has_aux=True)
+    return jact.value_and_grad(loss, has_aux=True, policy=policy)
 
 
 def use_cpu() -> None:

@@ -14,19 +14,18 @@ import json
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
 import rich.console
 import rich.table
 
 import jact
 import jact.memory
 from benchmarks import fidelity, options, output
-from benchmarks.models import MODELS, Task
+from benchmarks.models import MODELS
 from benchmarks.models.task import Wrap
 from benchmarks.options import REMAT
 from benchmarks.peak import saved_bytes
@@ -106,7 +105,7 @@ def measure(model: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
     analyses = {}
     for way, task in tasks.items():
         output.announce(f"compiling {model}: {way}")
-        gradient = jax.jit(differentiated(task, WAYS[way][1]))
+        gradient = jax.jit(options.differentiated(task.loss, WAYS[way][1]))
         analyses[way] = jact.memory.analyze(gradient, *arguments, target=target)
     ratios, errors = {}, {}
     if here and chosen.rounds:
@@ -117,32 +116,20 @@ def measure(model: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
             pairs = zip(seconds[way], seconds["plain"], strict=True)
             ratios[way] = statistics.median(own / plain for own, plain in pairs)
             gradient = fidelity.flat_gradient(compiled[way], arguments)
-            errors[way] = float(np.linalg.norm(gradient - exact) / np.linalg.norm(exact))
+            errors[way] = fidelity.relative_error(gradient, exact)
     return [
         {
             "framework": f"JAX {jax.__version__}",
             "model": model,
             "policy": way,
             "target": chosen.target,
-            "saved_bytes": saved(way, tasks[way]),
+            "saved_bytes": saved_bytes(tasks[way].loss, WAYS[way][1], tasks[way].abstract()),
             "peak_bytes": analyses[way].temp_bytes,
             "time_ratio": ratios.get(way),
             "relative_error": errors.get(way),
         }
         for way in WAYS
     ]
-
-
-def differentiated(task: Task, policy: str) -> Callable[..., Any]:
-    """The gradient of a task's loss."""
-    if policy == "off":
-        return jax.value_and_grad(task.loss, has_aux=True)
-    return jact.value_and_grad(task.loss, has_aux=True, policy=policy)
-
-
-def saved(way: str, task: Task) -> int:
-    """The bytes that are kept between the passes, on the device or on the host."""
-    return saved_bytes(task.loss, WAYS[way][1], task.abstract())
 
 
 def finish(rows: Sequence[dict[str, Any]], chosen: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jact
+from benchmarks import options
 from benchmarks.experiments import Experiment
 
 
@@ -96,10 +97,7 @@ class Trainer:
     def _make_step(self, policy: Any) -> Callable[..., Any]:
         experiment = self.experiment
         optimizer = experiment.optimizer(experiment.steps)
-        if isinstance(policy, str) and policy == "off":
-            gradient = jax.value_and_grad(experiment.loss, has_aux=True)
-        else:
-            gradient = jact.value_and_grad(experiment.loss, has_aux=True, policy=policy)
+        gradient = options.differentiated(experiment.loss, policy)
 
         def step(params: Any, state: Any, optimizer_state: Any, *examples: Any) -> Any:
             (loss, state), grads = gradient(params, state, *examples)

@@ -90,7 +90,7 @@ def mean_pool(x: jax.Array) -> jax.Array:
     return lax.reduce_window(x, zero, lax.add, (1, 2, 2, 1), (1, 1, 1, 1), "SAME") / 4
 
 
-def convolve(x: jax.Array, w: jax.Array, stride: int, padding: str, groups: int = 1) -> jax.Array:
+def convolve(x: jax.Array, w: jax.Array, stride: int, padding: str) -> jax.Array:
     """Convolves `[batch, ..., channels]` with `[..., channels, features]`."""
     numbers = ("NWC", "WIO", "NWC") if x.ndim == 3 else ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(
@@ -99,7 +99,6 @@ def convolve(x: jax.Array, w: jax.Array, stride: int, padding: str, groups: int 
         (stride,) * (x.ndim - 2),
         padding,
         dimension_numbers=numbers,
-        feature_group_count=groups,
     )
 
 

@@ -5,7 +5,6 @@ and the values that it reads, or None where the value is none for it.
 """
 
 import dataclasses
-import math
 import random
 from collections.abc import Callable
 
@@ -287,8 +286,3 @@ def without_unused(program: Program) -> Program:
     return dataclasses.replace(
         program, inputs=inputs, weights=frozenset(program.weights & set(inputs))
     )
-
-
-def size(spec: Array) -> int:
-    """The number of elements."""
-    return math.prod(spec.shape)

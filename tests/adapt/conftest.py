@@ -6,19 +6,10 @@ tests marked `oldest` compile as users do.
 
 from collections.abc import Iterator
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from tests.adapt.steps import CONTROLLERS
-
-
-def _configure(folder: str | None) -> None:
-    jax.config.update("jax_disable_most_optimizations", folder is not None)
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if folder else 1.0)
-    # JAX decides once, at the first compilation, whether there is such a folder.
-    compilation_cache.reset_cache()
+from tests.compilation import compile_quickly
 
 
 @pytest.fixture(scope="session")
@@ -29,9 +20,9 @@ def _compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
 # Of the whole module, so that what its fixtures compile rounds as what its tests do.
 @pytest.fixture(scope="module", autouse=True)
 def _compile_quickly(_compiled: str) -> Iterator[None]:
-    _configure(_compiled)
+    compile_quickly(_compiled)
     yield
-    _configure(None)
+    compile_quickly(None)
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +30,9 @@ def _compile_as_users_do(request: pytest.FixtureRequest, _compiled: str) -> Iter
     if request.node.get_closest_marker("oldest") is None:
         yield
         return
-    _configure(None)
+    compile_quickly(None)
     yield
-    _configure(_compiled)
+    compile_quickly(_compiled)
 
 
 @pytest.fixture(autouse=True)

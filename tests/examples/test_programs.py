@@ -6,9 +6,9 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+
+from tests.compilation import compile_quickly
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -20,19 +20,12 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 
 
-def _configure(folder: str | None) -> None:
-    jax.config.update("jax_disable_most_optimizations", folder is not None)
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if folder else 1.0)
-    compilation_cache.reset_cache()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _compile_quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """LLVM need not optimise, and what one run has compiled the next one reads from a folder."""
-    _configure(str(tmp_path_factory.mktemp("compiled")))
+    compile_quickly(str(tmp_path_factory.mktemp("compiled")))
     yield
-    _configure(None)
+    compile_quickly(None)
 
 
 def lines(file: pathlib.Path) -> list[dict[str, Any]]:
