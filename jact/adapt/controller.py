@@ -70,7 +70,9 @@ class Controller:
         memory: the step's compiled peak (temporary memory, as `jact.memory.peak` tells): bytes, or
             a text such as "2 GiB". The first step is compiled up to five times to find the plan.
         every: steps between adaptations.
-        codecs: the candidates, besides keeping a residual as it is.
+        codecs: the candidates, besides keeping a residual as it is. None is "int8", "int6", "int5",
+            "int4", "int3" and "int2", and for up to 2.5 bits "int6", "int4", "int3", "int2" and
+            "int1".
         sensitivity: "local" takes all residuals from one backward pass, "exact" takes two backward
             passes for each residual and codec.
         policy: chooses *which* values are residuals, and keeps what its rules keep. None is "int2"
@@ -89,7 +91,7 @@ class Controller:
         2022, sections 4 and 5.
 
     >>> import jax, jax.numpy as jnp, jact
-    >>> controller = jact.Controller(bits=4, codecs=("int8", "int4", "int2"))
+    >>> controller = jact.Controller(bits=4)
     >>> def loss(params, x):
     ...     for w in params:
     ...         x = jnp.tanh(x @ w)
@@ -112,7 +114,7 @@ class Controller:
         fraction: float | None = None,
         memory: int | str | None = None,
         every: int = 500,
-        codecs: Sequence[Codec | str] = ("int8", "int4", "int2"),
+        codecs: Sequence[Codec | str] | None = None,
         sensitivity: Literal["local", "exact"] = "local",
         policy: PolicyLike | None = None,
         min_gain: float = 0.1,
@@ -139,7 +141,7 @@ class Controller:
             owner=self._owner,
             basis=self._basis,
             # Curvature would double what a probe takes, and plans come out the same.
-            probe=Probe(_nothing, codecs, policy=self._basis, curvature=False),
+            probe=Probe(_nothing, _candidates(codecs, bits), policy=self._basis, curvature=False),
             method=sensitivity,
             seed=_at_least(0, seed, "seed"),
         )
@@ -441,10 +443,23 @@ class Controller:
         self.restore({"json": np.frombuffer(pathlib.Path(path).read_bytes(), np.uint8)})
 
 
+def _is_low(bits: float | None) -> bool:
+    """Whether so few bits on average ask for other residuals, and for candidates of fewer bits."""
+    return bits is not None and bits <= 2.5
+
+
+def _candidates(codecs: Sequence[Codec | str] | None, bits: float | None) -> Sequence[Codec | str]:
+    """The codecs to choose from: what few bits gain for some residuals, others have to lose."""
+    if codecs is not None:
+        return codecs
+    widths = (6, 4, 3, 2, 1) if _is_low(bits) else (8, 6, 5, 4, 3, 2)
+    return [f"int{width}" for width in widths]
+
+
 def _basis(policy: PolicyLike | None, bits: float | None) -> Policy:
     """The policy that chooses the residuals."""
     if policy is None:
-        policy = "int2" if bits is not None and bits <= 2.5 else "int4"
+        policy = "int2" if _is_low(bits) else "int4"
     resolved = resolve(policy)
     if isinstance(resolved, Plan):
         return resolved.basis

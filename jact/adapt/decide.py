@@ -25,6 +25,10 @@ logger = logging.getLogger("jact.adapt")
 #: (Liu et al., GACT, section 3.3).
 NOISE = 0.1
 
+#: The relative error of the gradient below which no training suffers, however little its batches
+#: differ: where all of the data are one batch, its gradient has no variance to compare with.
+HARMLESS_ERROR = 0.1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Situation:
@@ -104,13 +108,16 @@ def decide(situation: Situation, steps: Steps, arguments: Arguments) -> Decision
     landscape = survey(situation.mode, None if failed else figures)
     chosen = _choose(situation, steps, arguments, landscape)
     noise = None if failed else noise_of(landscape, chosen.choice, figures)
-    if noise is not None and noise > NOISE:
+    error = landscape.error_of(chosen.choice)
+    if noise is not None and noise > NOISE and error > HARMLESS_ERROR:
         logger.warning(
             "at step %d compression adds %.2g times the variance that the gradient has from batch "
-            "to batch, which is above %.2g and may slow training down: raise the budget (%s)",
+            "to batch, which is above %.2g, and %.2g of its norm, which may slow training down: "
+            "raise the budget (%s)",
             situation.step,
             noise,
             NOISE,
+            error,
             situation.budget,
         )
     return chosen.decision(situation, landscape, noise, failed)
