@@ -2,7 +2,7 @@
 
 The error is |g - g0| / |g0| of a freshly initialised model, over all parameters, and is measured
 on other batches than the plan was made from. The bound is the ratio if bits were real numbers. The
-cost is that of adapting every 500 steps: two probes, and the compilation in the background, as if
+cost is that of adapting every 500 steps: a probe, and the compilation in the background, as if
 each adaptation brought a new plan. With `--steps`, a few training steps are timed while another
 plan is compiled in the background and then taken.
 """
@@ -144,7 +144,7 @@ class Run:
         probe = self._median(lambda: steps.probe(controller._mode, self.arguments, {}))
         step = self._median(lambda: program(*self.arguments))
         compiling = program.cpu_seconds
-        cost = (2 * probe + compiling / (os.cpu_count() or 1)) / (EVERY * step)
+        cost = (probe + compiling / (os.cpu_count() or 1)) / (EVERY * step)
         return {
             "probe_seconds": probe,
             "step_seconds": step,

@@ -25,9 +25,10 @@ def test_adapts_first_periodically_and_when_asked():
     assert [(a.step, a.reason) for a in c.history] == [
         (0, "first"),
         (1, "confirm"),
-        (11, "periodic"),
+        (10, "periodic"),
         # Asked for before step 13, while the periodic one was being settled.
-        (17, "asked"),
+        (15, "asked"),
+        (20, "periodic"),
     ]
     assert c.step == 32
 
@@ -193,7 +194,7 @@ def test_a_probe_of_nan_keeps_the_plan_and_says_so_once_each(caplog):
         step(values, batch(5).at[0, 0].set(jnp.inf))
         train(step, values, 6, 8)
     messages = [r.message for r in caplog.records if "infinite values or NaN" in r.message]
-    assert len(messages) == 1 and "the plan stays" in messages[0]
+    assert len(messages) == 2 and all("the plan stays" in message for message in messages)
     assert c.plan == plan
     train(step, values, 8, 14)
     assert "retry" in [a.reason for a in c.history]
