@@ -205,30 +205,48 @@ def _narrow(codes: jax.Array, bits: int) -> jax.Array:
         return codes.astype(jnp.uint8)
 
     def through_bytes(codes: jax.Array) -> jax.Array:
-        return lax.optimization_barrier(codes.astype(jnp.uint8)).astype(CODE_DTYPES[bits])
+        whole = lax.optimization_barrier(codes.astype(jnp.uint8))
+        return _by_bytes(whole, CODE_DTYPES[bits], bits)
 
     def directly(codes: jax.Array) -> jax.Array:
         return codes.astype(CODE_DTYPES[bits])
 
     # A loop that writes less than a byte at a time is not vectorised on a CPU. Keeping the
-    # arithmetic out of it makes the whole five times faster there; elsewhere it would cost a copy.
+    # arithmetic out of it makes the whole many times faster there; elsewhere it would cost a copy.
     return lax.platform_dependent(codes, cpu=through_bytes, default=directly)
 
 
 def _widen(codes: jax.Array) -> jax.Array:
     """Converts codes to float32."""
-    if codes.dtype != jnp.uint2:
+    if codes.dtype == jnp.uint8 or codes.dtype == bool:
         return codes.astype(jnp.float32)
+    bits = jnp.iinfo(codes.dtype).bits
 
     def through_bytes(codes: jax.Array) -> jax.Array:
         return lax.optimization_barrier(codes.astype(jnp.uint8)).astype(jnp.float32)
+
+    def by_bytes(codes: jax.Array) -> jax.Array:
+        return _by_bytes(codes, jnp.uint8, bits).astype(jnp.float32)
 
     def directly(codes: jax.Array) -> jax.Array:
         return codes.astype(jnp.float32)
 
     # XLA's compiler for TPUs aborts on some arrays of two bits in a larger fusion, such as those of
     # shape (512, 32, 32, 64).
-    return lax.platform_dependent(codes, tpu=through_bytes, default=directly)
+    tpu = through_bytes if bits == 2 else directly
+    return lax.platform_dependent(codes, cpu=by_bytes, tpu=tpu, default=directly)
+
+
+def _by_bytes(codes: jax.Array, dtype: DTypeLike, bits: int) -> jax.Array:
+    """Converts codes between `bits` each and a byte each, in a loop over the bytes they lie in.
+
+    A CPU's compiler then makes a whole byte at once: four to eight times faster than by codes.
+    """
+    per_byte = 8 // bits
+    if codes.shape[-1] % per_byte:
+        return lax.optimization_barrier(codes.astype(dtype))
+    split = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per_byte, per_byte)
+    return lax.optimization_barrier(split.astype(dtype)).reshape(codes.shape)
 
 
 def _half(x: jax.Array) -> jax.Array:
