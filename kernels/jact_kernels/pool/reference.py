@@ -1,6 +1,7 @@
 """The pooling kernel in plain JAX, as each platform's compiler fuses it into one kernel."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,29 +21,49 @@ def average_pool(
 ) -> jax.Array:
     """Averages `x`; see `jact_kernels.average_pool`."""
     x = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
-    # Scaled before they are added up, so that the sum of finite elements is finite.
-    for axis in axes:
-        x = x * _shares(x.shape, axis, window).astype(x.dtype)
-    # A TPU keeps the last two axes in tiles: to split one would turn the array around in memory.
-    # XLA for CPUs, on the other hand, reduces windows several times slower than it adds slices.
+    even = all(x.shape[axis] % window == 0 for axis in axes)
+
+    def first_scaled(x: jax.Array, add_up: Callable[..., jax.Array]) -> jax.Array:
+        for axis in axes:
+            x = x * _shares(x.shape, axis, window).astype(x.dtype)
+        return add_up(x, window=window, axes=axes)
+
+    def scaled_in_slices(x: jax.Array) -> jax.Array:
+        def scale(part: jax.Array) -> jax.Array:
+            return functools.reduce(lambda part, _: part * x.dtype.type(1 / window), axes, part)
+
+        return sum_slices(x, window=window, axes=axes, scale=scale)
+
+    # In every case, elements are scaled before they are added up, so that the sum of finite ones is
+    # finite. XLA for CPUs would write the scaled array to memory if it were cut into slices later,
+    # and reduces windows several times slower than it adds slices. A TPU keeps the last two axes in
+    # tiles: to split one would turn the array around in memory.
+    in_order = functools.partial(first_scaled, add_up=sum_slices)
     total = lax.platform_dependent(
         x,
-        tpu=functools.partial(sum_windows, window=window, axes=axes),
-        default=functools.partial(sum_slices, window=window, axes=axes),
+        cpu=scaled_in_slices if even else in_order,
+        tpu=functools.partial(first_scaled, add_up=sum_windows),
+        default=in_order,
     )
     return total.astype(dtype)
 
 
-def sum_slices(x: jax.Array, *, window: int, axes: tuple[int, ...]) -> jax.Array:
-    """The sum over each window, axis by axis and in order."""
+def sum_slices(
+    x: jax.Array,
+    *,
+    window: int,
+    axes: tuple[int, ...],
+    scale: Callable[[jax.Array], jax.Array] = lambda part: part,
+) -> jax.Array:
+    """The sum over each window, axis by axis and in order, of elements scaled by a function."""
     shape = pooled_shape(x.shape, window, axes)
     padding = [(0, shape[a] * window - n if a in axes else 0) for a, n in enumerate(x.shape)]
     x = jnp.pad(x, padding) if any(after for _, after in padding) else x
-    for axis in axes:
+    for place, axis in enumerate(axes):
         split = (*x.shape[:axis], shape[axis], window, *x.shape[axis + 1 :])
         x = x.reshape(split)
         slices = [lax.index_in_dim(x, i, axis + 1, keepdims=False) for i in range(window)]
-        x = functools.reduce(jnp.add, slices)
+        x = functools.reduce(jnp.add, slices if place else map(scale, slices))
     return x
 
 
