@@ -144,6 +144,15 @@ def test_each_platform_has_its_own_way() -> None:
     assert "reduce_window" in texts["tpu"] and "reduce_window" not in texts["cuda"]
 
 
+@pytest.mark.parametrize("window", [2, 4])
+def test_nothing_is_copied(window: int) -> None:
+    x = jax.ShapeDtypeStruct((8, 32, 32, 16), jnp.float32)
+    pool = functools.partial(average_pool, window=window, axes=(1, 2))
+    memory = jax.jit(pool).lower(x).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes <= x.size * x.dtype.itemsize / window
+
+
 def test_transformations() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 6, 2)), jnp.float32)
     pool = functools.partial(average_pool, window=2, axes=(1,), implementation="pallas")
