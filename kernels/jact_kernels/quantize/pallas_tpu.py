@@ -29,7 +29,7 @@ def unsupported(scheme: Scheme, dtype: DTypeLike) -> str | None:
     groups = scheme.groups
     if jnp.dtype(dtype).name not in ("bfloat16", "float32"):
         return f"{jnp.dtype(dtype).name} is left to XLA"
-    if why := limits.unsupported_ranges(scheme):
+    if why := limits.unsupported_scheme(scheme):
         return why
     if groups.last != len(groups.shape) - 2:
         return "groups that do not end at the axis before the last are left to XLA"
