@@ -168,6 +168,8 @@ def _ranges(x: jax.Array, scheme: Scheme) -> tuple[ranges.Stored, Range]:
         return jnp.min(x, axis=axes), jnp.max(x, axis=axes)
 
     def marked(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # Else an array that is computed on the way is computed for each of the three.
+        x = lax.optimization_barrier(x)
         nothing = _zero_if_finite(x, scheme.groups)
         return jnp.min(x, axis=axes) + nothing, jnp.max(x, axis=axes) + nothing
 
