@@ -29,8 +29,13 @@ def average_pool(
         return add_up(x, window=window, axes=axes)
 
     def scaled_in_slices(x: jax.Array) -> jax.Array:
+        # Hidden, as XLA takes a constant factor out of a sum, which then may overflow.
+        share = lax.optimization_barrier(jnp.asarray(1 / window, x.dtype))
+
         def scale(part: jax.Array) -> jax.Array:
-            return functools.reduce(lambda part, _: part * x.dtype.type(1 / window), axes, part)
+            for _ in axes:
+                part = part * jnp.broadcast_to(share, part.shape)
+            return part
 
         return sum_slices(x, window=window, axes=axes, scale=scale)
 
