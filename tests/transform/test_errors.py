@@ -17,8 +17,8 @@ transforms = pytest.mark.parametrize("transform", [jact.compress, jact.grad, jac
 
 @transforms
 def test_unknown_preset(transform: Any) -> None:
-    with pytest.raises(ValueError, match=r"policy.*int8.*int4.*'int3'"):
-        transform(net, policy="int3")
+    with pytest.raises(ValueError, match=r"policy.*int8.*int4.*'int9'"):
+        transform(net, policy="int9")
 
 
 @transforms
@@ -42,9 +42,9 @@ def test_keep(keep: Any, error: type[Exception]) -> None:
         jact.compress(net, keep=keep)
 
 
-@pytest.mark.parametrize("bits", [0, 3, 16])
+@pytest.mark.parametrize("bits", [0, 9, 16])
 def test_bits(bits: int) -> None:
-    with pytest.raises(ValueError, match=r"bits.*\(1, 2, 4, 8\)"):
+    with pytest.raises(ValueError, match="bits must be 1 to 8"):
         jact.codecs.Quantize(bits=bits)
 
 
@@ -113,7 +113,7 @@ def test_plan_of_a_function_left_alone() -> None:
         (lambda: jact.compress(net, keep=1.5), TypeError, "keep must hold"),
         (lambda: jact.Policy(rules=jact.Rule("*", "int4")), TypeError, "rules must be a sequence"),
         (lambda: jact.Policy(default="off"), ValueError, 'say "keep"'),
-        (lambda: jact.Rule("*", "int5"), ValueError, "recompute"),
+        (lambda: jact.Rule("*", "int9"), ValueError, "recompute"),
         (lambda: jact.Rule("*", "int4", dtype="floaty"), ValueError, "dtype must be"),
         (lambda: jact.Rule("*", "int4", rank="x"), TypeError, "rank must be"),
         (lambda: jact.Rule("*", "int4", min_size=9, max_size=2), ValueError, "max_size must be"),

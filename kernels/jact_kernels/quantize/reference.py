@@ -177,7 +177,8 @@ def _ranges(x: jax.Array, scheme: Scheme) -> tuple[ranges.Stored, Range]:
     # may turn the codes around and back again. Elsewhere two are faster. XLA's minimum and maximum
     # drop NaN where it vectorises them on a CPU; on a GPU they do not, and replacing it would cost
     # further passes. On a CPU, replacing it would cost a copy of the array.
-    cpu = marked if x.dtype == jnp.float32 and _is_wide(scheme.groups) else apart
+    takes_marks = x.dtype == jnp.float32 and _is_wide(scheme.groups) and not _is_split(x)
+    cpu = marked if takes_marks else apart
     low, high = lax.platform_dependent(x, cuda=together, cpu=cpu, default=apart)
     # The ends are converted rather than the elements, which is the same: else XLA writes the codes
     # of 16-bit arrays transposed on a GPU, and turns them in a kernel of its own. The barrier keeps
@@ -190,6 +191,11 @@ def _is_wide(groups: Groups) -> bool:
     """Whether one zero per group and element of it, but not per column, is next to nothing."""
     columns = groups.shape[groups.last + 1 :]
     return not columns or math.prod(columns) >= 8
+
+
+def _is_split(x: jax.Array) -> bool:
+    """Whether the array's type says how it is sharded; then those of products have to agree."""
+    return any(jax.typeof(x).sharding.spec)
 
 
 def _zero_if_finite(x: jax.Array, groups: Groups) -> jax.Array:
