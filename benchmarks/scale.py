@@ -108,20 +108,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", default="16 GiB", help="what the device has")
     parser.add_argument("--model", type=options.names("model", MODELS), default=",".join(MODELS))
     parser.add_argument("--axes", type=options.names("axis", AXES), default=",".join(AXES))
-    parser.add_argument("--ways", type=_ways, default="; ".join(WAYS), help="separated by ;")
+    ways = options.names("way", WAYS, ";")
+    parser.add_argument("--ways", type=ways, default=";".join(WAYS), help="apart by ;, plain first")
     parser.add_argument(
         "--tolerance", type=float, default=0.02, help="the bracket's width as a share; 0 is exact"
     )
-
-
-def _ways(text: str) -> tuple[str, ...]:
-    # Their names have commas in them.
-    ways = tuple(way.strip() for way in text.split(";"))
-    for way in ways:
-        if way not in WAYS:
-            choices = "; ".join(WAYS)
-            raise argparse.ArgumentTypeError(f"unknown way {way!r}; choose from {choices}")
-    return ways
 
 
 def run(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -138,12 +129,13 @@ def grow(name: str, axis: str, chosen: argparse.Namespace) -> Iterator[dict[str,
     model = MODELS[name]
     first, size = None, model.axes[axis].usual
     for way in chosen.ways:
-        output.announce(f"compiling {name} with more {axis}: {way}")
+        output.announce(f"compiling {name} with {way}; {axis}:")
         remat, looped, policy = WAYS[way]
 
         def make_step(
             size: int, policy: str, remat: bool = remat, looped: bool = looped
         ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            output.announce(f"  {size}")
             task = model.task(axis, size, remat=remat, looped=looped)
             return training_step(task, policy, model.optimizer)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models.loop import apply_loop
-from benchmarks.models.task import DTYPES, Task, cross_entropy, linen_task, maybe_remat
+from benchmarks.models.task import DTYPES, Task, Wrap, cross_entropy, linen_task, maybe_remat
 from benchmarks.models.transformer import Attention, feed_forward
 
 WIDTH, LENGTH, HEAD_WIDTH, VOCABULARY, CLASSES, DROPOUT = 1024, 128, 64, 30522, 2, 0.1
@@ -36,7 +36,7 @@ class BERT(nn.Module):
 
     layers: int
     dtype: jnp.dtype
-    remat: bool
+    remat: Wrap
     width: int = WIDTH
     looped: bool = False
 
@@ -62,7 +62,7 @@ def bert(
     batch: int,
     layers: int,
     dtype: str,
-    remat: bool,
+    remat: Wrap,
     *,
     width: int = WIDTH,
     length: int = LENGTH,

@@ -87,7 +87,7 @@ class ResNet(nn.Module):
                 index += 1
             if self.looped and blocks > 1:
                 others = Bottleneck(*sizes, 1, self.dtype, name=f"Stage_{stage}")
-                x = apply_loop(others, x, blocks - 1, bool(self.remat))
+                x = apply_loop(others, x, blocks - 1, self.remat)
         return nn.Dense(CLASSES, dtype=self.dtype)(x.mean((1, 2)))
 
 

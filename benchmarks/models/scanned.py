@@ -5,19 +5,20 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models.loop import apply_loop
+from benchmarks.models.task import Wrap
 from benchmarks.models.transformer import Block
 
 
 class ScannedTransformer(nn.Module):
     """`Transformer`, each of its parameters stacked over the layers.
 
-    `remat` keeps the input of each iteration alone.
+    `remat` wraps the body of the loop.
     """
 
     layers: int
     heads: int
     dtype: jnp.dtype
-    remat: bool
+    remat: Wrap
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
