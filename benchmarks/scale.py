@@ -151,6 +151,7 @@ def grow(name: str, axis: str, chosen: argparse.Namespace) -> Iterator[dict[str,
         )
         (result,) = found.to_json()["results"]
         size = result["size"]
+        output.announce(f"  {size} fits, in {result['bytes'] / output.MIB:,.0f} MiB")
         first = first or size
         yield result | {
             "label": f"{name}: {axis}\n[dim]f32, {chosen.target}, {chosen.memory}[/dim]",
