@@ -1,8 +1,8 @@
 """Adaptive plans next to uniform bits at the same average: errors, costs, and steps in a switch.
 
 The error is |g - g0| / |g0| of a freshly initialised model, over all parameters, and is measured
-on other batches than the plan was made from. Uniform 3 bits are 4 and 2 by turns, both ways. The
-cost is that of adapting every 500 steps: two probes, and the compilation in the background, as if
+on other batches than the plan was made from. The bound is the ratio if bits were real numbers. The
+cost is that of adapting every 500 steps: a probe, and the compilation in the background, as if
 each adaptation brought a new plan. With `--steps`, a few training steps are timed while another
 plan is compiled in the background and then taken.
 """
@@ -24,7 +24,6 @@ from benchmarks import output
 from benchmarks.fidelity import arguments, flat_gradient, relative_error
 from benchmarks.options import Case, positive
 from jact.adapt.steps import Arguments
-from jact.codecs.quantize import BITS
 
 LINE = "bits"
 
@@ -32,6 +31,7 @@ COLUMNS: output.Columns = {
     "uniform": output.number("uniform_error", ".2e"),
     "adaptive": output.number("adaptive_error", ".2e"),
     "ratio": output.number("ratio", ".2f"),
+    "bound": output.number("bound", ".2f"),
     "predicted": output.number("predicted_error", ".2e"),
     "predicted/measured": output.number("prediction", ".2f"),
     "bits": output.number("average_bits", ".2f"),
@@ -51,7 +51,7 @@ EVERY = 500
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this command alone."""
     parser.add_argument("--bits", default="4,3,2", help="comma-separated averages")
-    parser.add_argument("--codecs", default="int8,int4,int2", help="comma-separated candidates")
+    parser.add_argument("--codecs", help="comma-separated; None are the controller's own")
     parser.add_argument("--draws", type=positive, default=2, help="batches to measure errors on")
     parser.add_argument("--steps", type=int, default=0, help="training steps to time")
     parser.add_argument("--repeats", type=positive, default=3, help="of each timing")
@@ -70,30 +70,47 @@ def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
         errors = [relative_error(flat_gradient(gradient, draw), g) for draw, g in pairs]
         return float(np.sqrt(np.mean(np.square(errors))))
 
-    for bits in map(float, chosen.bits.split(",")):
-        output.announce(f"{case.model} with {bits:g} bits")
-        run = Run(case, bits, chosen.codecs.split(","), chosen.repeats)
-        uniform = uniform_plans(run.controller.current, bits)
-        uniform_error = float(np.mean([error(plan) for plan in uniform]))
+    for bits in map(int, chosen.bits.split(",")):
+        output.announce(f"{case.model} with {bits} bits")
+        run = Run(case, bits, chosen.codecs and chosen.codecs.split(","), chosen.repeats)
+        plan = run.controller.current
+        uniform = plan.replace(dict.fromkeys(plan.codecs, f"int{bits}"))
+        uniform_error = error(uniform)
         adaptive_error = error(run.controller.plan)
         first = run.controller.history[0]
-        uniform_bytes = float(np.mean([saved_bytes(case, draws[0], plan) for plan in uniform]))
         timed = run.time_steps(chosen.steps) if chosen.steps else {}
         yield case.row(
-            f"{bits:g}",
+            str(bits),
             jax.default_backend(),
-            bits=f"{bits:g}",
+            bits=str(bits),
             uniform_error=uniform_error,
             adaptive_error=adaptive_error,
             ratio=adaptive_error / uniform_error,
+            bound=least_ratio(case, run.controller.current.basis, bits),
             predicted_error=first.predicted_error,
             prediction=first.predicted_error / adaptive_error,
             average_bits=first.bits,
             adaptive_bytes=first.nbytes,
-            uniform_bytes=uniform_bytes,
+            uniform_bytes=saved_bytes(case, draws[0], uniform),
             **run.costs(),
             **({"longest_step": None, "plans": 1, "compilations": 1} | timed),
         )
+
+
+def least_ratio(case: Case, basis: jact.Policy, bits: int) -> float:
+    """The ratio of errors if bits were real numbers, which no plan of whole bits goes below.
+
+    Each bit less doubles an error (in fact, it more than does so). Then the least sum of squared
+    errors within a sum of bits has equal squared errors for each byte, and is the geometric mean
+    of what uniform bits give, as a share of their arithmetic one.
+    """
+    measure = jact.sensitivity(case.task("off").loss, [f"int{bits}"], has_aux=True, policy=basis)
+    table = measure(*arguments(case, 0, "noise"))
+    error = table.error[:, [codec.name for codec in table.codecs].index(f"int{bits}")]
+    counts = np.isfinite(error) & (error > 0)
+    weight = table.raw_bytes[counts] / table.raw_bytes[counts].sum()
+    density = error[counts] / error[counts].sum() / weight
+    return float(np.sqrt(np.exp((weight * np.log(density)).sum())))
 
 
 def saved_bytes(case: Case, draw: Any, plan: Any) -> int:
@@ -103,31 +120,10 @@ def saved_bytes(case: Case, draw: Any, plan: Any) -> int:
     return sum(row.saved_bytes for row in rows if row.name in plan.codecs)
 
 
-def uniform_plans(plan: Any, bits: float) -> list[Any]:
-    """The plans that spend the same bits on each residual; for 3 bits, 4 and 2 by turns."""
-    names = list(plan.codecs)
-    if bits in BITS:
-        return [plan.replace({name: f"int{bits:g}" for name in names})]
-    below, above = (f"int{b}" for b in neighbours(bits))
-    turns = [(below, above), (above, below)]
-    return [plan.replace({n: turn[i % 2] for i, n in enumerate(names)}) for turn in turns]
-
-
-def neighbours(bits: float) -> tuple[int, int]:
-    """The numbers of bits that there are below and above, of which `bits` has to be the mean."""
-    below = max(b for b in BITS if b < bits)
-    above = min(b for b in BITS if b > bits)
-    if below + above != 2 * bits:
-        raise SystemExit(
-            f"{bits:g} bits are no mean of two neighbours: choose 1, 1.5, 2, 3, 4, 6, 8"
-        )
-    return below, above
-
-
 class Run:
     """A training step under a controller, after its first step."""
 
-    def __init__(self, case: Case, bits: float, candidates: list[str], repeats: int):
+    def __init__(self, case: Case, bits: int, candidates: list[str] | None, repeats: int):
         self.case, self.repeats = case, repeats
         self.controller = controller = jact.Controller(bits=bits, codecs=candidates, every=EVERY)
         loss = case.task("off").loss
@@ -148,7 +144,7 @@ class Run:
         probe = self._median(lambda: steps.probe(controller._mode, self.arguments, {}))
         step = self._median(lambda: program(*self.arguments))
         compiling = program.cpu_seconds
-        cost = (2 * probe + compiling / (os.cpu_count() or 1)) / (EVERY * step)
+        cost = (probe + compiling / (os.cpu_count() or 1)) / (EVERY * step)
         return {
             "probe_seconds": probe,
             "step_seconds": step,

@@ -19,7 +19,7 @@ type Action = Codec | Literal["keep", "recompute"]
 #: the function alone. `jact.presets` has further policies.
 PRESETS = (
     "off",
-    *("int8", "int4", "int2", "int1", "avg4-int2"),
+    *("int8", "int6", "int5", "int4", "int3", "int2", "int1", "avg4-int2"),
     *("bf16", "fp8", "fp8_e5m2"),
     *("offload", "offload-int4"),
 )

@@ -20,9 +20,9 @@ class Budget:
     """A budget of average bits, of a fraction, or of peak memory; one of them.
 
     Attributes:
-        bits: average bits of an element, at least 1: as many bytes as the policies "int1", "int2",
-            "int4" and "int8" would take of the same residuals, ranges included, and between these
-            what interpolation gives.
+        bits: average bits of an element, at least 1: as many bytes as the policies "int1" to
+            "int8" would take of the same residuals, ranges included, and between these what
+            interpolation gives.
         fraction: of the bytes of the residuals, uncompressed.
         memory: bytes of the compiled step's peak, as `jact.memory.peak` tells it.
 
@@ -86,7 +86,7 @@ class Landscape:
         Args:
             places: of the functions.
             tables: one for each function.
-            uniform: for each, int64 `[residual, 4]`: the bytes with 1, 2, 4 and 8 bits.
+            uniform: for each, int64 `[residual, 8]`: the bytes with 1 to 8 bits.
             calls: how many times the step calls each.
         """
         self.places = tuple(places)
@@ -98,7 +98,7 @@ class Landscape:
         self._uniform = np.concatenate([n * u for u, n in zip(uniform, calls, strict=True)])
 
     def uniform_bytes(self, bits: float) -> float:
-        """Bytes of all residuals with as many bits each; interpolated between 1, 2, 4, 8 and 32."""
+        """Bytes of all residuals with as many bits each; interpolated between 1 to 8 and 32."""
         columns = np.concatenate([self._uniform, self.raw_bytes[:, None]], axis=1)
         return float(np.interp(bits, [*BITS, 32], columns.sum(0)))
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jact import compat
-from jact.adapt import decide, history, modes
+from jact.adapt import decide, defaults, history, modes
 from jact.adapt.adaptive_step import AdaptiveStep
 from jact.adapt.budget import Budget
 from jact.adapt.decide import Decision
@@ -24,13 +24,13 @@ from jact.adapt.probe import Probe
 from jact.adapt.state import Measuring, Pending, Progress
 from jact.adapt.steps import Arguments, Program, Steps
 from jact.codecs import Codec
-from jact.plan import Plan, PolicyLike, resolve
+from jact.plan import Plan, PolicyLike
 from jact.policy import Policy
 
 logger = logging.getLogger("jact.adapt")
 
-#: Batches that one adaptation measures: two, so that it also learns how gradients differ between
-#: batches.
+#: Batches that an adaptation measures as long as it is unknown how gradients differ from batch to
+#: batch. The following ones measure a single batch.
 _BATCHES = 2
 
 #: Measurements in a row that may come out as infinite or NaN before the next period is waited for.
@@ -54,7 +54,7 @@ class Controller:
     traced from the same step on the same arguments, of which only the sensitivities are results.
     XLA drops the optimizer from that, it donates nothing, and it returns nothing of the user's; so
     parameters, random streams, gradients and statistics stay what they are. From the sensitivities
-    of two successive batches follows the plan of least error within the budget.
+    follows the plan of least error within the budget. A second batch confirms the first plan.
 
     A new plan is taken only where its expected squared error is lower by more than `min_gain`. The
     step is compiled for it in a thread, while training goes on with the old plan, and is taken
@@ -70,7 +70,9 @@ class Controller:
         memory: the step's compiled peak (temporary memory, as `jact.memory.peak` tells): bytes, or
             a text such as "2 GiB". The first step is compiled up to five times to find the plan.
         every: steps between adaptations.
-        codecs: the candidates, besides keeping a residual as it is.
+        codecs: the candidates, besides keeping a residual as it is. None is "int8", "int6", "int5",
+            "int4", "int3" and "int2", and for up to 2.5 bits "int6", "int4", "int3", "int2" and
+            "int1".
         sensitivity: "local" takes all residuals from one backward pass, "exact" takes two backward
             passes for each residual and codec.
         policy: chooses *which* values are residuals, and keeps what its rules keep. None is "int2"
@@ -89,7 +91,7 @@ class Controller:
         2022, sections 4 and 5.
 
     >>> import jax, jax.numpy as jnp, jact
-    >>> controller = jact.Controller(bits=4, codecs=("int8", "int4", "int2"))
+    >>> controller = jact.Controller(bits=4)
     >>> def loss(params, x):
     ...     for w in params:
     ...         x = jnp.tanh(x @ w)
@@ -112,7 +114,7 @@ class Controller:
         fraction: float | None = None,
         memory: int | str | None = None,
         every: int = 500,
-        codecs: Sequence[Codec | str] = ("int8", "int4", "int2"),
+        codecs: Sequence[Codec | str] | None = None,
         sensitivity: Literal["local", "exact"] = "local",
         policy: PolicyLike | None = None,
         min_gain: float = 0.1,
@@ -123,25 +125,26 @@ class Controller:
         if bits is None and fraction is None and memory is None:
             bits = 4
         self.budget = Budget(bits=bits, fraction=fraction, memory=memory)
-        self.every = _at_least(2, every, "every")
+        self.every = defaults.at_least(2, every, "every")
         self.switch_after = every // 2 if switch_after is None else switch_after
-        if not 1 <= _at_least(1, self.switch_after, "switch_after") <= every:
+        if not 1 <= defaults.at_least(1, self.switch_after, "switch_after") <= every:
             raise ValueError(f"switch_after must be at most every={every}, got {switch_after}")
         if sensitivity not in ("local", "exact"):
             raise ValueError(f'sensitivity must be "local" or "exact", got {sensitivity!r}')
         if not 0 <= min_gain < 1:
             raise ValueError(f"min_gain must be at least 0 and below 1, got {min_gain!r}")
         self.min_gain = min_gain
-        self.max_compiled = _at_least(2, max_compiled, "max_compiled")
+        self.max_compiled = defaults.at_least(2, max_compiled, "max_compiled")
         self._owner = object()
-        self._basis = _basis(policy, bits)
+        self._basis = defaults.basis(policy, bits)
+        candidates = defaults.candidates(codecs, bits)
         self._mode = Probing(
             owner=self._owner,
             basis=self._basis,
             # Curvature would double what a probe takes, and plans come out the same.
-            probe=Probe(_nothing, codecs, policy=self._basis, curvature=False),
+            probe=Probe(_nothing, candidates, policy=self._basis, curvature=False),
             method=sensitivity,
-            seed=_at_least(0, seed, "seed"),
+            seed=defaults.at_least(0, seed, "seed"),
         )
         self._executor: concurrent.futures.ThreadPoolExecutor | None = None
         self._steps: Steps | None = None
@@ -182,26 +185,7 @@ class Controller:
     @property
     def metrics(self) -> dict[str, float]:
         """Figures for TensorBoard, clu or Weights & Biases, by name; cheap at every step."""
-        metrics = {
-            "jact/step": float(self._at.step),
-            "jact/adaptations": float(len(self._at.history)),
-            "jact/switches": float(sum(a.switched for a in self._at.history)),
-            "jact/compilations": float(self.compilations),
-        }
-        if self._at.history:
-            last = self._at.history[-1]
-            metrics |= {
-                "jact/predicted_error": last.predicted_error,
-                "jact/bits": last.bits,
-                "jact/code_bytes": float(last.nbytes),
-            }
-            optional = {
-                "jact/measured_error": last.measured_error,
-                "jact/peak_bytes": last.peak,
-                "jact/noise": last.noise,
-            }
-            metrics |= {k: float(v) for k, v in optional.items() if v is not None}
-        return metrics
+        return history.metrics(self._at.history, self._at.step, self.compilations)
 
     def report(self) -> str:
         """A text: the budget, every adaptation, and the present plan residual by residual."""
@@ -231,11 +215,7 @@ class Controller:
         """
         program = self.present(self._steps, args, kwargs)
         assert self._steps is not None
-        found = decide.total([self._steps.compare(program, args, kwargs)])
-        squares = [
-            ((f["coded"] - f["exact"]) ** 2).sum() / (f["exact"] ** 2).sum() for f in found.values()
-        ]
-        error = float(np.sqrt(np.mean(squares)))
+        error = decide.measured_error(self._steps.compare(program, args, kwargs))
         self._at.history[-1] = dataclasses.replace(self._at.history[-1], measured_error=error)
         return error
 
@@ -326,6 +306,7 @@ class Controller:
             budget=self.budget,
             min_gain=self.min_gain,
             figures=measuring.figures,
+            variances=self._at.variances,
             mode=self._mode,
         )
         if self._at.plans is None:
@@ -334,7 +315,7 @@ class Controller:
                 self._at.measuring = None
             else:
                 measuring.reason = "confirm"
-        elif measuring.batches >= _BATCHES:
+        elif self._at.variances or measuring.batches >= _BATCHES:
             self._at.measuring = None
             work = functools.partial(decide.decide, situation, steps, arguments)
             self._at.pending = Pending(self._at.step + self.switch_after, self._start(work))
@@ -380,6 +361,7 @@ class Controller:
         self._at.model = decision.model or self._at.model
         if decision.plans:
             self._at.plans = decision.plans
+        self._at.variances = self._at.variances | dict(decision.variances)
         if decision.record is not None:
             self._at.history.append(decision.record)
             logger.info("%s", decision.record)
@@ -439,26 +421,6 @@ class Controller:
             ValueError: as `restore`.
         """
         self.restore({"json": np.frombuffer(pathlib.Path(path).read_bytes(), np.uint8)})
-
-
-def _basis(policy: PolicyLike | None, bits: float | None) -> Policy:
-    """The policy that chooses the residuals."""
-    if policy is None:
-        policy = "int2" if bits is not None and bits <= 2.5 else "int4"
-    resolved = resolve(policy)
-    if isinstance(resolved, Plan):
-        return resolved.basis
-    if not isinstance(resolved, Policy):
-        raise ValueError(f"policy must choose residuals, got {policy!r}")
-    return resolved
-
-
-def _at_least(least: int, value: int, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value
 
 
 def _nothing() -> None:

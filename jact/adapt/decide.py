@@ -25,6 +25,10 @@ logger = logging.getLogger("jact.adapt")
 #: (Liu et al., GACT, section 3.3).
 NOISE = 0.1
 
+#: The relative error of the gradient below which no training suffers, however little its batches
+#: differ: where all of the data are one batch, its gradient has no variance to compare with.
+HARMLESS_ERROR = 0.1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Situation:
@@ -38,6 +42,7 @@ class Situation:
         budget: what may be spent.
         min_gain: the part of the squared error that a new plan has to save.
         figures: of the probes.
+        variances: of the gradient from batch to batch, by place, as last measured.
         mode: what the probes know of the functions.
     """
 
@@ -48,6 +53,7 @@ class Situation:
     budget: Budget
     min_gain: float
     figures: Sequence[Mapping[str, Mapping[str, Any]]]
+    variances: Mapping[str, float]
     mode: Probing
 
 
@@ -59,12 +65,14 @@ class Decision:
         plans: those to use from now on; None for those in use.
         record: for the history; None where nothing could be measured.
         model: what is known of peaks now; None for no more than before.
+        variances: of the gradient from batch to batch, by place.
         failed: whether the figures were infinite or NaN.
     """
 
     plans: Plans | None
     record: Adaptation | None
     model: Model | None = None
+    variances: Mapping[str, float] = dataclasses.field(default_factory=dict)
     failed: bool = False
 
     @property
@@ -103,17 +111,21 @@ def decide(situation: Situation, steps: Steps, arguments: Arguments) -> Decision
             return Decision(plans=None, record=None, failed=True)
     landscape = survey(situation.mode, None if failed else figures)
     chosen = _choose(situation, steps, arguments, landscape)
-    noise = None if failed else noise_of(landscape, chosen.choice, figures)
-    if noise is not None and noise > NOISE:
+    variances = dict(situation.variances) if failed else variances_of(situation, figures)
+    noise = None if failed else noise_of(landscape, chosen.choice, figures, variances)
+    error = landscape.error_of(chosen.choice)
+    if noise is not None and noise > NOISE and error > HARMLESS_ERROR:
         logger.warning(
             "at step %d compression adds %.2g times the variance that the gradient has from batch "
-            "to batch, which is above %.2g and may slow training down: raise the budget (%s)",
+            "to batch, which is above %.2g, and %.2g of its norm, which may slow training down: "
+            "raise the budget (%s)",
             situation.step,
             noise,
             NOISE,
+            error,
             situation.budget,
         )
-    return chosen.decision(situation, landscape, noise, failed)
+    return chosen.decision(situation, landscape, noise, variances, failed)
 
 
 def total(figures: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, np.ndarray]]:
@@ -126,6 +138,15 @@ def total(figures: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[
                 # In one order of memory, so that sums over it round alike after a resumption.
                 own[name] = own.get(name, 0.0) + np.array(value, np.float64, order="C")
     return result
+
+
+def measured_error(figures: Mapping[str, Mapping[str, Any]]) -> float:
+    """The relative error `|g - g0| / |g0|`, of sketches of the coded and the exact gradients."""
+    squares = [
+        ((found["coded"] - found["exact"]) ** 2).sum() / (found["exact"] ** 2).sum()
+        for found in total([figures]).values()
+    ]
+    return float(np.sqrt(np.mean(squares)))
 
 
 def survey(mode: Probing, figures: Mapping[str, Mapping[str, np.ndarray]] | None) -> Landscape:
@@ -145,12 +166,21 @@ def survey(mode: Probing, figures: Mapping[str, Mapping[str, np.ndarray]] | None
     )
 
 
+def variances_of(
+    situation: Situation, figures: Mapping[str, Mapping[str, np.ndarray]]
+) -> dict[str, float]:
+    """The gradient's variance from batch to batch, by place: as measured, or else as known."""
+    measured = {place: spread(found) for place, found in figures.items()}
+    return dict(situation.variances) | {p: v for p, v in measured.items() if v is not None}
+
+
 def noise_of(
     landscape: Landscape,
     choice: Sequence[int],
     figures: Mapping[str, Mapping[str, np.ndarray]],
+    variances: Mapping[str, float],
 ) -> float | None:
-    """The variance that a choice adds, relative to the gradient's own; None for a single batch.
+    """The variance that a choice adds, relative to the gradient's own; None where that is unknown.
 
     Of several functions, the largest counts.
     """
@@ -158,7 +188,7 @@ def noise_of(
     for place, table in zip(landscape.places, landscape.tables, strict=True):
         own, rest = rest[: len(table.names)], rest[len(table.names) :]
         variance = table.error[np.arange(len(own)), own] - table.bias[np.arange(len(own)), own]
-        own_variance = spread(figures[place])
+        own_variance = variances.get(place)
         if own_variance:
             ratios.append(float(variance.sum()) / float(figures[place]["count"]) / own_variance)
     return max(ratios, default=None)
@@ -175,7 +205,12 @@ class _Chosen:
     replaced: Sequence[int] | None
 
     def decision(
-        self, situation: Situation, landscape: Landscape, noise: float | None, failed: bool
+        self,
+        situation: Situation,
+        landscape: Landscape,
+        noise: float | None,
+        variances: Mapping[str, float],
+        failed: bool,
     ) -> Decision:
         plans = self.plans or situation.plans
         assert plans is not None
@@ -193,7 +228,9 @@ class _Chosen:
             noise=noise,
             note="a guess: nothing finite was measured" if failed else "",
         )
-        return Decision(plans=self.plans, record=record, model=self.model, failed=failed)
+        return Decision(
+            plans=self.plans, record=record, model=self.model, variances=variances, failed=failed
+        )
 
 
 def _choose(

@@ -88,6 +88,28 @@ def joined(plans: Plans) -> Plan:
     return Plan(tuple(entries), plans[0][1].basis)
 
 
+def metrics(history: Sequence[Adaptation], step: int, compilations: int) -> dict[str, float]:
+    """Figures by name, as `jact.Controller.metrics` has them."""
+    result = {
+        "jact/step": float(step),
+        "jact/adaptations": float(len(history)),
+        "jact/switches": float(sum(a.switched for a in history)),
+        "jact/compilations": float(compilations),
+    }
+    if history:
+        last = history[-1]
+        optional = {
+            "jact/predicted_error": last.predicted_error,
+            "jact/bits": last.bits,
+            "jact/code_bytes": last.nbytes,
+            "jact/measured_error": last.measured_error,
+            "jact/peak_bytes": last.peak,
+            "jact/noise": last.noise,
+        }
+        result |= {name: float(value) for name, value in optional.items() if value is not None}
+    return result
+
+
 def report(history: Sequence[Adaptation], heading: str) -> str:
     """A text about all adaptations, and the codecs of the last plan, residual by residual."""
     lines = [heading, *map(str, history)]

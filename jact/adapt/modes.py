@@ -68,7 +68,7 @@ class Probing:
         method: how errors are estimated: "local" or "exact".
         seed: of random directions.
         layouts: the residuals of each function, by place; filled in by the trace.
-        uniform: likewise, int64 `[residual, 4]`: the bytes of each with 1, 2, 4 and 8 bits.
+        uniform: likewise, int64 `[residual, 8]`: the bytes of each with 1 to 8 bits.
         calls: how many times the step calls each; once in a loop counts once.
     """
 

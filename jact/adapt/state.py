@@ -84,6 +84,7 @@ class Pending:
             "switch_at": self.switch_at,
             "plans": plans_to_json(decision.plans),
             "model": None if decision.model is None else dataclasses.astuple(decision.model),
+            "variances": dict(decision.variances),
             "failed": decision.failed,
             "record": None if record is None else record.to_json(),
         }
@@ -98,6 +99,7 @@ class Pending:
             plans=plans_from_json(data["plans"]),
             record=None if record is None else Adaptation.from_json(record),
             model=None if data["model"] is None else Model(*data["model"]),
+            variances=data["variances"],
             failed=data["failed"],
         )
         return cls(data["switch_at"], None, decision)
@@ -111,6 +113,7 @@ class Progress:
         step: how many steps were run.
         plans: those in use; None before the first.
         model: what is known of peaks.
+        variances: of the gradient from batch to batch, by place.
         asked: why the next step is to be measured; empty if it is not.
         failures: measurements in a row that came out as infinite or NaN.
         measuring: the batches measured so far for an adaptation that has begun.
@@ -121,6 +124,7 @@ class Progress:
     step: int = 0
     plans: Plans | None = None
     model: Model | None = None
+    variances: dict[str, float] = dataclasses.field(default_factory=dict)
     asked: str = ""
     failures: int = 0
     measuring: Measuring | None = None
@@ -133,6 +137,7 @@ class Progress:
             "step": self.step,
             "plans": plans_to_json(self.plans),
             "model": None if self.model is None else dataclasses.astuple(self.model),
+            "variances": self.variances,
             "asked": self.asked,
             "failures": self.failures,
             "measuring": None if self.measuring is None else self.measuring.to_json(),
@@ -147,6 +152,7 @@ class Progress:
             step=data["step"],
             plans=plans_from_json(data["plans"]),
             model=None if data["model"] is None else Model(*data["model"]),
+            variances=data["variances"],
             asked=data["asked"],
             failures=data["failures"],
             measuring=Measuring.from_json(data["measuring"]),

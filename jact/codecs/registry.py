@@ -17,10 +17,7 @@ from jact.codecs.quantize import Quantize
 
 PRESETS: Mapping[str, Codec] = MappingProxyType(
     {
-        "int8": Quantize(bits=8),
-        "int4": Quantize(bits=4),
-        "int2": Quantize(bits=2),
-        "int1": Quantize(bits=1),
+        **{f"int{bits}": Quantize(bits=bits) for bits in (8, 6, 5, 4, 3, 2, 1)},
         "bf16": Cast(dtype="bfloat16"),
         "fp8": Cast(dtype="float8_e4m3fn"),
         "fp8_e5m2": Cast(dtype="float8_e5m2"),
@@ -90,8 +87,16 @@ def resolve(codec: str | Codec) -> Codec:
         return PRESETS[codec]
     # A class has all the attributes that the protocol asks for, but it is not a codec.
     if isinstance(codec, type) or not isinstance(codec, Codec):
-        raise TypeError(f"codec must be the name of a preset or a Codec, got {codec!r}")
+        lacks = _lacks(codec)
+        raise TypeError(f"codec must be the name of a preset or a Codec, got {codec!r}{lacks}")
     return codec
+
+
+def _lacks(codec: Any) -> str:
+    """What is missing of something that is a codec in part, for a message."""
+    members = [name for name in vars(Codec) if not name.startswith("_")]
+    missing = [name for name in members if not hasattr(codec, name)]
+    return f", which lacks {', '.join(missing)}" if 0 < len(missing) < len(members) else ""
 
 
 def to_json(codec: Codec) -> dict[str, Any]:

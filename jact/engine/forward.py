@@ -125,7 +125,7 @@ def _marks(entry: Saved, scope: str) -> list[Mark]:
         line=entry.line,
         reason=entry.reason,
         exact=entry.exact,
-        codec=codecs.to_json(entry.codec),
+        codec=entry.codec,
         shape=tuple(aval.shape),
         dtype=str(aval.dtype),
         raw_bytes=entry.raw_bytes,

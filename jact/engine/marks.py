@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex
 
 from jact import compat
+from jact.codecs import Codec
 from jact.engine.program import Equation
 
 _PREFIX = "jact code "
@@ -19,6 +21,12 @@ _PREFIX = "jact code "
 #: The name scopes, under a residual's name, of what encodes it and what decodes it. They tell in a
 #: compiled program and in a profile which residual an operation is for.
 ENCODE, DECODE = "jact.encode", "jact.decode"
+
+#: The codecs that marks of this process name, each with its number. A mark is a text, in which the
+#: codecs of users, which may be any objects, do not fit.
+_numbers: dict[Codec, int] = {}
+_codecs: list[Codec] = []
+_lock = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Mark:
         line: the user's line that made it.
         reason: why it was saved.
         exact: why it is stored exactly; empty when a codec stores it.
-        codec: what stores it, as `jact.codecs.to_json` writes it.
+        codec: what stores it.
         shape: the residual's shape.
         dtype: the residual's dtype.
         raw_bytes: bytes of the residual itself, in all iterations of the loops around it.
@@ -43,7 +51,7 @@ class Mark:
     line: str
     reason: str
     exact: str
-    codec: dict[str, Any]
+    codec: Codec
     shape: tuple[int, ...]
     dtype: str
     raw_bytes: int
@@ -62,9 +70,17 @@ def write(code: Any, marks: Sequence[Mark]) -> Any:
     """
     arrays, tree = jax.tree.flatten(code)
     for i, array in enumerate(arrays):
-        fields = [dataclasses.asdict(m) | {"part": m.part + i} for m in marks]
+        fields = [vars(m) | {"part": m.part + i, "codec": _number(m.codec)} for m in marks]
         arrays[i] = checkpoint_name(array, _PREFIX + json.dumps(fields))
     return jax.tree.unflatten(tree, arrays)
+
+
+def _number(codec: Codec) -> int:
+    with _lock:
+        if codec not in _numbers:
+            _codecs.append(codec)
+            _numbers[codec] = len(_codecs) - 1
+        return _numbers[codec]
 
 
 def read(eqn: Equation) -> tuple[Mark, ...]:
@@ -72,7 +88,9 @@ def read(eqn: Equation) -> tuple[Mark, ...]:
     if eqn.primitive.name != "name" or not eqn.params["name"].startswith(_PREFIX):
         return ()
     marks = json.loads(eqn.params["name"].removeprefix(_PREFIX))
-    return tuple(Mark(**(fields | {"shape": tuple(fields["shape"])})) for fields in marks)
+    return tuple(
+        Mark(**(f | {"shape": tuple(f["shape"]), "codec": _codecs[f["codec"]]})) for f in marks
+    )
 
 
 def find(eqn: Equation, position: int) -> tuple[Mark, ...]:

@@ -252,7 +252,7 @@ def plan_of(saved: Sequence[Saved], policy: Policy | Plan) -> Plan:
     """The plan that a selection amounts to: its encoded values and their codecs."""
     basis = policy.basis if isinstance(policy, Plan) else policy
     entries = [(s.name, s.codec) for s in saved if not s.exact]
-    entries += [(m.name, codecs.from_json(m.codec)) for m in _loop_marks(saved) if not m.exact]
+    entries += [(m.name, m.codec) for m in _loop_marks(saved) if not m.exact]
     return Plan(tuple(entries), basis)
 
 

@@ -87,11 +87,11 @@ def _marked_row(name: str, mark: Mark) -> Row:
         shape=mark.shape,
         dtype=mark.dtype,
         bytes=mark.raw_bytes,
-        codec=codecs.from_json(mark.codec).name,
+        codec=mark.codec.name,
         saved_bytes=0,
         exact=bool(mark.exact),
         why=mark.exact or mark.reason,
-        offloaded=isinstance(codecs.from_json(mark.codec), codecs.Offload),
+        offloaded=isinstance(mark.codec, codecs.Offload),
     )
 
 

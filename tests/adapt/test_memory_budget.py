@@ -22,7 +22,7 @@ def landscape(residuals=20, seed=0):
     error = 10.0 ** random.uniform(-4, 0, (residuals, 1)) * np.array([0, 1, 256, 4096])
     names = tuple(f"r{i}" for i in range(residuals))
     table = Sensitivities(names, CODECS, error, 0 * error, nbytes, raw, 1.0, jact.Policy())
-    uniform = (raw[:, None] * np.array([1.5, 2.5, 4.5, 8.5]) / 32).astype(np.int64)
+    uniform = (raw[:, None] * (np.arange(1, 9) + 0.5) / 32).astype(np.int64)
     return Landscape(["loss"], [table], [uniform], [1])
 
 

@@ -336,7 +336,7 @@ def test_table_is_shown() -> None:
     ("options", "error", "match"),
     [
         ({"codecs": "int4"}, TypeError, "codecs must be a sequence"),
-        ({"codecs": ["int5"]}, ValueError, "int5"),
+        ({"codecs": ["int9"]}, ValueError, "int9"),
         ({"method": "fast"}, ValueError, "method must be one of local, exact, got 'fast'"),
         ({"samples": 0}, ValueError, "samples must be at least 1, got 0"),
         ({"policy": "off"}, ValueError, "there is nothing to measure"),

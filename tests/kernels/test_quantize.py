@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jact_kernels import dequantize, plan_groups, quantize, quantized_nbytes, rounding_variance
 
-BITS = (1, 2, 4, 8)
+BITS = (1, 2, 4, 7, 8)
 DTYPES = ("float32", "bfloat16", "float16")
 SHAPES = [(10,), (4,), (3, 130), (2, 64, 3), (2, 35, 1), (2, 2, 3, 5, 7)]
 
@@ -37,7 +37,7 @@ def round_trip(
 def _round_trip(x: jax.Array, bits: int, group_size: int, stochastic: bool) -> tuple[Any, Any]:
     code = quantize(x, bits=bits, group_size=group_size, stochastic=stochastic)
     y = dequantize(*code, shape=x.shape, dtype=x.dtype, bits=bits, group_size=group_size)
-    return y, code[2]
+    return y, code[-1]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -72,7 +72,7 @@ def test_error_bounds(shape: tuple[int, ...], dtype: str, bits: int) -> None:
 @settings(deadline=None, max_examples=12)
 @given(
     st.lists(st.integers(1, 12), min_size=1, max_size=5).map(tuple),
-    st.sampled_from(BITS),
+    st.integers(1, 8),
     st.sampled_from(DTYPES),
     st.sampled_from([1e-4, 1.0, 300.0]),
     st.sampled_from([0.0, 1.0, -100.0]),
@@ -265,8 +265,9 @@ def test_compiled_bytes(shape: tuple[int, ...], bits: int) -> None:
     memory = compiled.memory_analysis()
     assert memory is not None
     stored = memory.output_size_in_bytes
-    # XLA adds a tuple of three pointers.
-    assert 0 <= stored - quantized_nbytes(shape, bits=bits) <= 3 * 8
+    # XLA adds a tuple of pointers.
+    pointers = 8 * len(compiled.output_shardings)
+    assert 0 <= stored - quantized_nbytes(shape, bits=bits) <= pointers
 
 
 def test_ratio_to_float32() -> None:
@@ -293,8 +294,8 @@ def test_float64(bits: int) -> None:
 
 def test_errors() -> None:
     x = normal((2, 64, 3))
-    with pytest.raises(ValueError, match=r"bits must be one of \(1, 2, 4, 8\), got 3"):
-        quantize(x, bits=3)
+    with pytest.raises(ValueError, match="bits must be 1 to 8, got 9"):
+        quantize(x, bits=9)
     with pytest.raises(ValueError, match="implementation must be one of .*, got 'cuda'"):
         quantize(x, bits=4, implementation="cuda")
     with pytest.raises(TypeError, match="dtype must be one of .*float64.*, got int32"):

@@ -12,7 +12,7 @@ import pytest
 from jact_kernels import dequantize, plan_groups, quantize, quantized_nbytes, rounding_variance
 from jact_kernels.quantize.ranges import Scheme, measure
 
-BITS = (1, 2, 4, 8)
+BITS = (1, 2, 4, 7, 8)
 # Every other one with either way to store ranges.
 EDGED = [
     {

@@ -47,6 +47,20 @@ def step(params, x):
 assert jact.report(loss, policy)(params, batch).saved_bytes < 4 * 3 * 64 * 32 / 2
 for _ in range(5):
     params = step(params, batch)
+
+# What processes decide each for itself, they decide alike.
+controller = jact.Controller(bits=3, every=3, switch_after=1, policy=policy)
+
+@controller.jit
+def adaptive_step(params, x):
+    grads = jact.grad(loss, policy=controller)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+
+for _ in range(6):
+    params = adaptive_step(params, batch)
+assert [a.reason for a in controller.history] == ["first", "confirm", "periodic"]
+plan = np.frombuffer(controller.plan.to_json().encode(), np.uint8)
+assert multihost_utils.process_allgather(plan).reshape(count, -1).tolist() == count * [plan.tolist()]
 if rank == 0:
     np.savez(result, *(np.asarray(p.addressable_data(0)) for p in params))
 """

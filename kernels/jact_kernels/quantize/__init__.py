@@ -1,4 +1,4 @@
-"""Floating-point arrays at 1, 2, 4 or 8 bits per element."""
+"""Floating-point arrays at 1 to 8 bits per element."""
 
 from jact_kernels.quantize.api import (
     dequantize,

@@ -14,7 +14,7 @@ from jact_kernels.noise import Seed
 from jact_kernels.quantize import reference
 from jact_kernels.quantize.ranges import STORAGES, Scheme
 
-BITS = (1, 2, 4, 8)
+BITS = range(1, 9)
 
 
 def quantize(
@@ -57,7 +57,7 @@ def quantize(
     Args:
       x: a float16, bfloat16, float32 or float64 array with at least one axis and one element. It
         is computed with in float32; float64 magnitudes beyond float32's count as infinite.
-      bits: 1, 2, 4 or 8 bits per element.
+      bits: 1 to 8 bits per element.
       group_size: about how many elements share a range.
       axis: along which axis a group lies, which may be the leading one; those that `plan_groups`
         chooses when None.
@@ -75,7 +75,8 @@ def quantize(
     Returns:
       The codes, in the shape of `x` and of dtype uint8, uint4 or uint2 (for 1 bit, packed by
       `pack_mask`), followed by the arrays that store the ranges: by default the low end and the
-      step of each group, bfloat16.
+      step of each group, bfloat16. Codes of 3, 5, 6 and 7 bits are split among such arrays, the
+      highest bits first: five bits into uint4 and a packed mask.
 
     Raises:
       ValueError: `bits` or the implementation is unknown, or the shape cannot be grouped.
@@ -107,8 +108,7 @@ def quantize(
 
 
 def dequantize(
-    codes: jax.Array,
-    *stored: jax.Array,
+    *code: jax.Array,
     shape: tuple[int, ...],
     dtype: DTypeLike,
     bits: int,
@@ -121,8 +121,7 @@ def dequantize(
     """Decodes what `quantize` returned.
 
     Args:
-      codes: the codes.
-      *stored: the arrays that store the ranges.
+      *code: the codes, and the arrays that store the ranges.
       shape: the shape of the array that was quantised.
       dtype: the floating-point dtype to return. What it cannot hold is cut to its finite range.
       bits: as given to `quantize`.
@@ -151,7 +150,7 @@ def dequantize(
     _check_float(dtype)
     scheme = _scheme(shape, bits, group_size, axis, True, zero_edge, ranges)
     expected = [entry.shape for entry in scheme.stored]
-    if (given := [entry.shape for entry in stored]) != expected:
+    if (given := [entry.shape for entry in code[len(scheme.planes) :]]) != expected:
         raise ValueError(
             f"an array of shape {shape} has ranges of shapes {expected} at group_size "
             f"{group_size}, got {given}"
@@ -159,7 +158,7 @@ def dequantize(
     case = {"scheme": scheme, "dtype": jnp.dtype(dtype)}
     choices = implementations.select("dequantize", implementation, case)
     xla = functools.partial(reference.dequantize, **case)
-    return implementations.run(choices, xla, codes, *stored, **case)
+    return implementations.run(choices, xla, *code, **case)
 
 
 def rounding_variance(
@@ -235,9 +234,9 @@ def quantized_nbytes(
       0.140625
     """
     scheme = _scheme(shape, bits, group_size, axis, True, zero_edge, ranges)
-    groups = scheme.groups
-    packed = -(-groups.count * groups.size * bits // 8)
-    return scheme.nbytes + (mask_nbytes(shape) if bits == 1 else packed)
+    size = scheme.groups.count * scheme.groups.size
+    planes = (mask_nbytes(shape) if b == 1 else -(-size * b // 8) for b in scheme.planes)
+    return scheme.nbytes + sum(planes)
 
 
 def _scheme(
@@ -250,7 +249,7 @@ def _scheme(
     ranges: str,
 ) -> Scheme:
     if bits not in BITS:
-        raise ValueError(f"bits must be one of {BITS}, got {bits}")
+        raise ValueError(f"bits must be 1 to 8, got {bits}")
     if ranges not in STORAGES:
         raise ValueError(f"ranges must be one of {STORAGES}, got {ranges!r}")
     if zero_edge and ranges == "float32":

@@ -6,8 +6,10 @@ from jax.typing import DTypeLike
 from jact_kernels.quantize.ranges import Scheme
 
 
-def unsupported_ranges(scheme: Scheme) -> str | None:
-    """Why no kernel takes these ranges, or None if kernels do."""
+def unsupported_scheme(scheme: Scheme) -> str | None:
+    """Why no kernel takes these codes and ranges, or None if kernels do."""
+    if len(scheme.planes) > 1:
+        return "codes of 3, 5, 6 and 7 bits, which take several arrays, are left to XLA"
     if scheme.zero_edge or scheme.storage != "bfloat16":
         return "ranges with a zero edge, or stored otherwise than in bfloat16, are left to XLA"
     return None
@@ -17,7 +19,7 @@ def unsupported_on_gpus(scheme: Scheme, dtype: DTypeLike) -> str | None:
     """Why no kernel for GPUs takes these arrays, or None if they may."""
     if jnp.dtype(dtype).name == "float64":
         return "float64 is left to XLA"
-    if why := unsupported_ranges(scheme):
+    if why := unsupported_scheme(scheme):
         return why
     if scheme.groups.last == len(scheme.groups.shape) - 1:
         return "groups along the last axis are left to XLA, which reduces them within a warp"

@@ -30,7 +30,7 @@ def unsupported(scheme: Scheme, dtype: DTypeLike) -> str | None:
         return f"{jnp.dtype(dtype).name} is left to XLA"
     if scheme.bits == 1:
         return "one bit per element is left to XLA: neighbouring lanes cannot be packed"
-    if why := limits.unsupported_ranges(scheme):
+    if why := limits.unsupported_scheme(scheme):
         return why
     if groups.last != len(groups.shape) - 2:
         return "groups that do not end at the axis before the last are left to XLA"

@@ -81,6 +81,14 @@ class Scheme:
         return 2**self.bits - 1
 
     @property
+    def planes(self) -> tuple[int, ...]:
+        """The bits of each array that codes are split into, the highest first: (4, 1) for five.
+
+        There are arrays of eight, four and two bits, and masks of one.
+        """
+        return tuple(width for width in (8, 4, 2, 1) if self.bits & width)
+
+    @property
     def second(self) -> Groups | None:
         """Which 8-bit ranges belong together; None where there are too few, so 16 bits serve."""
         return (

@@ -7,6 +7,7 @@ bits of a bfloat16; and noise is added as an integer.
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -51,19 +52,16 @@ def quantize(x: jax.Array, *, scheme: Scheme, seed: noise.Seed) -> tuple[jax.Arr
     place = position(x, half_low, inverse).astype(jnp.int32)
     shift = random_shift(noise.random_bits_of(key, x.shape)) if scheme.stochastic else TO_NEAREST
     codes = clamp((place + shift) >> jnp.int32(FRACTION_BITS), x, scheme.levels, twice_zero)
-    codes = codes.reshape(groups.shape)
-    codes = pack_mask(codes.astype(bool)) if scheme.bits == 1 else _narrow(codes, scheme.bits)
-    return codes, *(_row_major(entry) for entry in stored)
+    codes = _split(codes.reshape(groups.shape), scheme.planes)
+    return *codes, *(_row_major(entry) for entry in stored)
 
 
 @functools.partial(jax.jit, static_argnames=("scheme", "dtype"))
-def dequantize(codes: jax.Array, *stored: jax.Array, scheme: Scheme, dtype: DTypeLike) -> jax.Array:
-    """Decodes codes; see `jact_kernels.dequantize`."""
-    groups = scheme.groups
-    if scheme.bits == 1:
-        codes = unpack_mask(codes, groups.shape)
-    codes = _widen(codes).reshape(groups.split_shape)
-    group = ranges.restore(stored, scheme)
+def dequantize(*code: jax.Array, scheme: Scheme, dtype: DTypeLike) -> jax.Array:
+    """Decodes a code; see `jact_kernels.dequantize`."""
+    groups, count = scheme.groups, len(scheme.planes)
+    codes = _join(code[:count], scheme.planes, groups.shape).reshape(groups.split_shape)
+    group = ranges.restore(code[count:], scheme)
     if scheme.second is not None:
         # Else it is restored for each element anew.
         group = lax.optimization_barrier(group)
@@ -197,6 +195,30 @@ def _row_major(x: jax.Array) -> jax.Array:
         return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
     return lax.platform_dependent(x, cuda=tied_down, default=lambda x: x)
+
+
+def _split(codes: jax.Array, planes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """The arrays that store int32 codes, in so many bits each, the highest bits first."""
+    arrays, below = [], sum(planes)
+    for width in planes:
+        below -= width
+        part = codes if below == 0 and len(planes) == 1 else codes >> jnp.int32(below)
+        if len(planes) > 1:
+            part = part & jnp.int32(2**width - 1)
+        arrays.append(pack_mask(part.astype(bool)) if width == 1 else _narrow(part, width))
+    return tuple(arrays)
+
+
+def _join(
+    arrays: Sequence[jax.Array], planes: tuple[int, ...], shape: tuple[int, ...]
+) -> jax.Array:
+    """What `_split` took apart, float32 of this shape."""
+    codes, below = jnp.float32(0), sum(planes)
+    for part, width in zip(arrays, planes, strict=True):
+        below -= width
+        part = _widen(unpack_mask(part, shape) if width == 1 else part)
+        codes = part if width == sum(planes) else codes + part * jnp.float32(2**below)
+    return codes
 
 
 def _narrow(codes: jax.Array, bits: int) -> jax.Array:
