@@ -82,8 +82,8 @@ MODELS = {
 AXES = tuple(dict.fromkeys(axis for model in MODELS.values() for axis in model.axes))
 
 WAYS: dict[str, tuple[bool, bool, str]] = {
-    "plain": (False, False, "off"),
     "plain, as a loop": (False, True, "off"),
+    "plain": (False, False, "off"),
     "checkpoint": (True, True, "off"),
     "int4": (False, True, "int4"),
     "int2": (False, True, "int2"),
@@ -109,7 +109,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=options.names("model", MODELS), default=",".join(MODELS))
     parser.add_argument("--axes", type=options.names("axis", AXES), default=",".join(AXES))
     ways = options.names("way", WAYS, ";")
-    parser.add_argument("--ways", type=ways, default=";".join(WAYS), help="apart by ;, plain first")
+    parser.add_argument("--ways", type=ways, default=";".join(WAYS), help="apart by ;")
     parser.add_argument(
         "--tolerance", type=float, default=0.02, help="the bracket's width as a share; 0 is exact"
     )
@@ -121,13 +121,15 @@ def run(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name in chosen.model:
         for axis in chosen.axes:
             if axis in MODELS[name].axes:
-                yield from grow(name, axis, chosen)
+                rows = list(grow(name, axis, chosen))
+                plain = next((row for row in rows if row["way"] == "plain"), rows[0])["size"]
+                yield from (row | {"ratio": row["size"] / plain if plain else None} for row in rows)
 
 
 def grow(name: str, axis: str, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields the largest size along one axis under each way, relative to the first way's."""
+    """Yields the largest size along one axis under each way."""
     model = MODELS[name]
-    first, size = None, model.axes[axis].usual
+    size = model.axes[axis].usual
     for way in chosen.ways:
         output.announce(f"compiling {name} with {way}; {axis}:")
         remat, looped, policy = WAYS[way]
@@ -152,7 +154,6 @@ def grow(name: str, axis: str, chosen: argparse.Namespace) -> Iterator[dict[str,
         (result,) = found.to_json()["results"]
         size = result["size"]
         output.announce(f"  {size} fits, in {result['bytes'] / output.MIB:,.0f} MiB")
-        first = first or size
         yield result | {
             "label": f"{name}: {axis}\n[dim]f32, {chosen.target}, {chosen.memory}[/dim]",
             "model": name,
@@ -162,6 +163,5 @@ def grow(name: str, axis: str, chosen: argparse.Namespace) -> Iterator[dict[str,
             "policy": policy,
             "target": chosen.target,
             "memory": found.memory,
-            "ratio": size / first if first else None,
             "jax": jax.__version__,
         }
