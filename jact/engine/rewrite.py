@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jact import compat
-from jact.engine import control_flow, derivatives
+from jact.engine import control_flow, derivatives, softmax
 from jact.engine.control_flow import CompressBody
 from jact.engine.graph import module_path, numbered
 from jact.engine.origins import Input, Operands
@@ -44,12 +43,15 @@ class Rewriter:
         self._operands = Operands(program, inputs)
         self._compress_body = compress_body
         self._entered: Counter[str] = Counter()
-        self._softmaxes = _find_softmaxes(program.eqns)
-        self._exponents: dict[Var, Any] = {s.numerator: None for s in self._softmaxes.values()}
+        self._softmaxes = softmax.find(program.eqns)
+        # The operands of equations that a later one is rewritten with, by their results.
+        self._kept: dict[Var, Sequence[Any]] = {}
+        for found in self._softmaxes.values():
+            self._kept |= {v: () for v in (found.numerator, *(e.outvars[0] for e in found.sums))}
         self._activations = {
             v: activation
             for v, activation in derivatives.find(program, min_bytes, singular_only).items()
-            if v not in self._exponents
+            if v not in self._kept
         }
         self._arguments: dict[Var, Any] = {a.argument: None for a in self._activations.values()}
 
@@ -66,109 +68,18 @@ class Rewriter:
         if eqn.primitive.name == "reduce_window_max" and _is_pooling(eqn):
             with compat.equation_context(eqn):
                 return [_max_pool(eqn, args[0])]
-        if (softmax := self._softmaxes.get(eqn.outvars[0]) if eqn.outvars else None) is not None:
+        if (found := self._softmaxes.get(eqn.outvars[0]) if eqn.outvars else None) is not None:
+            exponent = self._kept[found.numerator][0]
             with compat.equation_context(eqn):
-                return [_softmax(eqn, softmax, self._exponents[softmax.numerator], args)]
-        if eqn.outvars and eqn.outvars[0] in self._exponents:
-            self._exponents[eqn.outvars[0]] = args[0]
+                return [softmax.apply(eqn, found, exponent, args, self._kept)]
+        if eqn.outvars and eqn.outvars[0] in self._kept:
+            self._kept[eqn.outvars[0]] = args
         results = compat.bind_equation(eqn, args)
         if eqn.outvars and (activation := self._activations.get(eqn.outvars[0])) is not None:
             argument = self._arguments[activation.argument]
             with compat.equation_context(eqn):
                 results = [derivatives.apply(activation, argument, results[0])]
         return results
-
-
-@dataclasses.dataclass(frozen=True)
-class _Softmax:
-    """A division of exponentials by their sum.
-
-    Attributes:
-        numerator: the variable of the exponentials.
-        axes: the axes of the sum.
-    """
-
-    numerator: Var
-    axes: tuple[int, ...]
-
-
-def _find_softmaxes(eqns: Sequence[Equation]) -> dict[Var, _Softmax]:
-    """The softmax functions of a program, by the variables of their results."""
-    producers = {v: eqn for eqn in eqns for v in eqn.outvars}
-    found = {}
-    for eqn in eqns:
-        if eqn.primitive.name != "div" or not compat.is_var(eqn.invars[0]):
-            continue
-        numerator = eqn.invars[0]
-        exponential = producers.get(numerator)
-        if exponential is None or exponential.primitive.name != "exp":
-            continue
-        axes = _axes_of_sum(numerator, eqn.invars[1], producers)
-        if axes is not None:
-            found[eqn.outvars[0]] = _Softmax(numerator, axes)
-    return found
-
-
-def _axes_of_sum(terms: Var, total: Any, producers: dict[Var, Equation]) -> tuple[int, ...] | None:
-    """The axes along which `total` is the sum of `terms`, repeated for each of them.
-
-    Returns:
-        None where `total` is anything else: other terms, or their sum repeated along other axes.
-    """
-    changes = []
-    while (eqn := producers.get(total) if compat.is_var(total) else None) is not None:
-        if eqn.primitive.name not in ("broadcast_in_dim", "reshape", "convert_element_type"):
-            break
-        changes.append(eqn)
-        total = eqn.invars[0]
-    if eqn is None or eqn.primitive.name != "reduce_sum":
-        return None
-    summed = eqn.invars[0]
-    behind = producers.get(summed) if compat.is_var(summed) else None
-    if behind is not None and behind.primitive.name == "convert_element_type":
-        summed = behind.invars[0]
-    if summed is not terms:
-        return None
-    shape, axes = terms.aval.shape, tuple(eqn.params["axes"])
-    rest = tuple(axis for axis in range(len(shape)) if axis not in axes)
-    ones = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
-    # The axis of `terms` that each axis of the sum stands for.
-    place = rest
-    for change in reversed(changes):
-        new = change.outvars[0].aval.shape
-        if change.primitive.name == "convert_element_type":
-            continue
-        if change.primitive.name == "broadcast_in_dim":
-            dims = change.params["broadcast_dimensions"]
-            expected = rest if place == rest else tuple(range(len(shape)))
-            if len(new) != len(shape) or tuple(dims) != expected:
-                return None
-        elif new != ones:
-            return None
-        place = tuple(range(len(shape)))
-    return axes
-
-
-def _softmax(eqn: Equation, softmax: _Softmax, x: Any, args: Sequence[Any]) -> Any:
-    """A softmax whose backward pass reads its result and nothing else.
-
-    JAX's own gradient of the exponentials, their sum and the quotient reads all three.
-    """
-
-    @jax.custom_jvp
-    def divide(x: Any, exponentials: Any, total: Any) -> Any:
-        del x
-        (out,) = compat.bind_equation(eqn, [exponentials, total])
-        return out
-
-    @divide.defjvp
-    def divide_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        out = divide(*primals)
-        weighted = out * tangents[0]
-        mean = jnp.sum(weighted, axis=softmax.axes, keepdims=True)
-        return out, weighted - out * jnp.broadcast_to(mean, out.shape)
-
-    return divide(x, lax.stop_gradient(args[0]), lax.stop_gradient(args[1]))
 
 
 def _is_pooling(eqn: Equation) -> bool:

@@ -283,7 +283,7 @@ class TestRows:
 
     def test_wrong_use(self) -> None:
         with pytest.raises(ValueError, match="policy must be one of off, int8"):
-            jact.report(relu_loss, "int5")
+            jact.report(relu_loss, "int9")
         with pytest.raises(TypeError, match="fun must be callable"):
             jact.report(3)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="max_rows must be None or at least 1, got 0"):
