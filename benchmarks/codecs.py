@@ -3,13 +3,14 @@
 A copy of the array moves its bytes twice. Encoding reads the array (twice where each group's range
 must be known before its codes) and writes the code; decoding reads the code and writes the array.
 The bound is the time of a copy times the bytes moved over the bytes that a copy moves. All programs
-are run in turn, round after round; times are the least, as whatever else the machine does adds to
-them.
+are run in turn, round after round; times are medians. On a CPU they are the seconds that all cores
+spend, which other programs on the machine hardly change.
 """
 
 import argparse
 import functools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,7 +55,7 @@ def run(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
         decode = _compiled(lambda code, codec=codec: codec.decode(code, shape, dtype), code)
         programs[f"encode {name}"] = functools.partial(encode, x, seed)
         programs[f"decode {name}"] = functools.partial(decode, code)
-    seconds = least_times(programs, chosen.rounds)
+    seconds = median_times(programs, chosen.rounds)
     for name, codec in chosen_codecs.items():
         reads, size = passes(codec), math.prod(shape) * dtype.itemsize
         share = codec.nbytes(shape, dtype) / size
@@ -77,15 +78,16 @@ def passes(codec: Codec) -> int:
     return 2 if isinstance(codec, codecs.Quantize | codecs.PoolResidual) else 1
 
 
-def least_times(programs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The least time of each program, in seconds, of as many runs in turn."""
-    seconds = dict.fromkeys(programs, math.inf)
+def median_times(programs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """The median time of each program, in seconds, of as many runs in turn and one to warm up."""
+    clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(rounds + 1):
         for name, program in programs.items():
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(program())
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
-    return seconds
+            seconds[name].append(clock() - start)
+    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
 def _copy(x: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from benchmarks import output
 from jact_kernels import implementations
 from jact_kernels.bench import Operation
 from jact_kernels.mask import bench as mask
+from jact_kernels.pool import bench as pool
 from jact_kernels.quantize import bench as quantize
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
@@ -35,6 +36,8 @@ def operations(shape: tuple[int, ...], chosen: argparse.Namespace) -> Iterator[O
     for dtype, bits in itertools.product(chosen.dtypes, chosen.bits):
         yield from quantize.operations(shape, DTYPES[dtype], int(bits))
     yield from mask.operations(shape)
+    for dtype in chosen.dtypes:
+        yield from pool.operations(shape, DTYPES[dtype])
 
 
 def usable(operation: Operation, platform: str, names: tuple[str, ...]) -> Iterator[str]:

@@ -77,7 +77,7 @@ class Pool:
         pooled = (
             code
             if self.inner is None
-            else self.inner.decode(code, self._pooled_shape(shape), dtype)
+            else materialized(self.inner.decode(code, self._pooled_shape(shape), dtype))
         )
         return kernels.repeat_windows(
             pooled, shape=shape, window=self.window, axes=self._axes(shape)

@@ -67,7 +67,7 @@ class PoolResidual:
     def decode(self, code: tuple[Any, Any], shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
         """Returns the sum of both."""
         pooled, residual = code
-        average = materialized(self._pool.decode(pooled, shape, jnp.float32))
+        average = self._pool.decode(pooled, shape, jnp.float32)
         difference = self.residual.decode(residual, shape, jnp.float32)
         limit = jnp.float32(min(float(jnp.finfo(kind).max) for kind in (jnp.float32, dtype)))
         total = jnp.clip(average + difference, -limit, limit)

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from jact.memory import tables
 from jact.memory.peak import analyze
@@ -89,6 +89,16 @@ class MaxBatch:
             for result in self.results
         ]
 
+    @property
+    def refusals(self) -> list[str]:
+        """What the compiler said of sizes that it cannot compile, memory apart."""
+        return [
+            f"{result.policy}: XLA does not compile {probe.size}: {probe.refused}"
+            for result in self.results
+            for probe in result.probes
+            if probe.refused
+        ]
+
     def to_json(self) -> dict[str, Any]:
         """The results as JSON objects."""
         return dataclasses.asdict(self)
@@ -96,14 +106,15 @@ class MaxBatch:
     def __rich__(self) -> RenderableType:
         table = tables.rich_table(_COLUMNS, self._cells(), _COLUMNS[1:])
         table.title = self._title()
-        return table
+        return Group(table, *(Text(line) for line in self.refusals))
 
     def __str__(self) -> str:
         return tables.plain_text(self)
 
     def _repr_html_(self) -> str:
         table = tables.html_table(_COLUMNS, self._cells(), _COLUMNS[1:])
-        return f"<div><p>{tables.escape(self._title())}</p>{table}</div>"
+        refusals = "".join(f"<p>{tables.escape(line)}</p>" for line in self.refusals)
+        return f"<div><p>{tables.escape(self._title())}</p>{table}{refusals}</div>"
 
     def _title(self) -> str:
         where = "" if self.target is None else f", {self.target}"
@@ -201,12 +212,15 @@ def max_batch(
     with _bar(progress) as bar:
         for name, policy in named.items():
             task = bar.add_task(name, total=_USUAL_PROBES)
+            smallest = limit + 1
 
             def measure(
                 size: int, policy: Any = policy, task: Any = task, name: str = name
             ) -> Probe:
+                nonlocal smallest
                 bar.update(task, description=f"{name}: compiling {size}")
-                probe = _compile(make_step, size, policy, target)
+                probe = _compile(make_step, size, policy, target, smallest)
+                smallest = min(size, smallest)
                 done = bar.tasks[task].completed + 1
                 bar.update(task, completed=done, total=max(_USUAL_PROBES, done + 1))
                 return probe
@@ -245,15 +259,21 @@ def _compile(
     size: int,
     policy: Any,
     target: str | None,
+    smallest: int,
 ) -> Probe:
+    """Compiles one size; `smallest` is the least one that was tried before."""
     step, args = make_step(size, policy)
     try:
         analysis = analyze(step, *args, target=target)
-    except jax.errors.JaxRuntimeError as error:
+    except RuntimeError as error:  # jax.errors.JaxRuntimeError is one, too.
         # XLA plans a program for a TPU within its memory, and refuses what does not fit.
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return Probe(size, None)
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return Probe(size, None)
+        # A size of so many elements that XLA fails is too large, whatever memory there is.
+        if size > smallest:
+            return Probe(size, None, refused=str(error).strip().partition("\n")[0])
+        error.add_note(f"This was raised while the step of size {size} was compiled.")
+        raise
     return Probe(size, analysis.total_bytes, analysis.argument_bytes)
 
 

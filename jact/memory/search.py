@@ -16,13 +16,16 @@ class Probe:
     Attributes:
         size: the batch size, or whatever integer is searched for.
         bytes: the memory that the step of this size needs on one device; None where the compiler
-            itself refused it for want of memory.
+            itself refused it, for want of memory or for other reasons.
         fixed_bytes: the part that is known not to grow with the size; a first guess alone.
+        refused: what the compiler said of a size that it cannot compile, though of smaller ones it
+            can; empty otherwise.
     """
 
     size: int
     bytes: int | None
     fixed_bytes: int = 0
+    refused: str = ""
 
 
 def search(

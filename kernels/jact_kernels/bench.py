@@ -18,6 +18,8 @@ class Operation:
       arguments: the types of the arrays.
       least_bytes: the bytes of what it must read and write once.
       case: what a kernel's `unsupported` is asked about.
+      exact: whether every compiler gives the same bits; if not, sums are rounded as each orders
+        them.
     """
 
     name: str
@@ -26,3 +28,4 @@ class Operation:
     arguments: tuple[jax.ShapeDtypeStruct, ...]
     least_bytes: int
     case: Mapping[str, Any]
+    exact: bool = True

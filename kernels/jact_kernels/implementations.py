@@ -32,6 +32,8 @@ OPERATIONS: Mapping[str, str] = {
     "dequantize": "quantize",
     "pack_mask": "mask",
     "unpack_mask": "mask",
+    "average_pool": "pool",
+    "repeat_windows": "pool",
 }
 """The folder of each operation."""
 
@@ -55,15 +57,23 @@ _UNTRIED = (
     "XLA reads the input twice and Pallas once, but that kernel has not run on a device yet, "
     "and a sharded program cannot be partitioned through it"
 )
+_BOOLEANS = "a kernel for a TPU takes no booleans, and converting them costs what it would save"
 _WHY_XLA: Mapping[tuple[str, str], str] = {
     ("quantize", "cuda"): _UNTRIED,
     ("quantize", "tpu"): _UNTRIED,
     ("dequantize", "cuda"): _LEAST_BYTES,
     ("dequantize", "tpu"): f"above one bit, {_LEAST_BYTES}",
     ("pack_mask", "cuda"): _LEAST_BYTES,
-    ("pack_mask", "tpu"): "only XLA packs masks on a TPU",
+    ("pack_mask", "tpu"): _BOOLEANS,
     ("unpack_mask", "cuda"): _LEAST_BYTES,
-    ("unpack_mask", "tpu"): "only XLA unpacks masks on a TPU",
+    ("unpack_mask", "tpu"): _BOOLEANS,
+    ("average_pool", "cuda"): _LEAST_BYTES,
+    ("average_pool", "tpu"): (
+        f"in images {_LEAST_BYTES}; in sequences Pallas does, but that kernel has not run on a "
+        "device yet"
+    ),
+    ("repeat_windows", "cuda"): _LEAST_BYTES,
+    ("repeat_windows", "tpu"): _LEAST_BYTES,
 }
 
 _logger = logging.getLogger(__name__)
@@ -212,13 +222,17 @@ def _choose(
     if (name, platform) not in MODULES:
         return xla(f"{name} has no compiler for {platform}")
     module = f"{__package__}.{OPERATIONS[operation]}.{MODULES[name, platform]}"
+    unwritten = f"no {name} kernel is written for it: {_WHY_XLA[operation, platform]}"
     if importlib.util.find_spec(module) is None:
-        return xla(f"no {name} kernel is written for it: {_WHY_XLA[operation, platform]}")
+        return xla(unwritten)
     if (problem := compat.problem(name, platform)) is not None:
         _warn_once(f"jact_kernels falls back from {name} to XLA on {platform}: {problem}")
         return xla(problem)
+    kernels = importlib.import_module(module)
+    if not hasattr(kernels, operation):
+        return xla(unwritten)
     if case is not None:
-        problem = importlib.import_module(module).unsupported(**case)
+        problem = kernels.unsupported(**case)
         if problem is not None:
             return xla(problem)
     return Choice(

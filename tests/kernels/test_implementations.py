@@ -118,7 +118,7 @@ def test_conformance(kernels: Any, dtype: str, bits: int) -> None:
         assert codes.dtype == expected[0].dtype and codes.shape == expected[0].shape
         ours, theirs = unpacked(codes, scheme), unpacked(expected[0], scheme)
         assert_equal(jnp.where(finite, ours, 0), jnp.where(finite, theirs, 0))
-    left_to_xla = name == "pallas_tpu" and (bits == 1 or dtype == "float16")
+    left_to_xla = name == "pallas_tpu" and dtype == "float16"
     assert (taken == 0) == left_to_xla
 
 
@@ -270,7 +270,7 @@ def test_explanation_is_a_table() -> None:
     assert len(text.splitlines()) == len(implementations.OPERATIONS) * len(
         implementations.PLATFORMS
     )
-    assert "quantize     tpu   pallas  asked for by the argument" in text
+    assert "quantize        tpu   pallas  asked for by the argument" in text
 
 
 def test_every_automatic_choice_has_a_reason() -> None:
@@ -292,7 +292,8 @@ def test_a_missing_or_broken_jax_triton_is_said_once(
             jact_kernels.quantize(x, bits=4, implementation="triton")
     assert [message in record.message for record in caplog.records] == [True]
     rows = jact_kernels.explain(implementation="triton").rows
-    assert [row.reason for row in rows if row.platform == "cuda"] == [message] * 4
+    written = [row for row in rows if row.platform == "cuda" and "pool" not in row.operation]
+    assert [row.reason for row in written[:4]] == [message] * 4
 
 
 def test_triton_is_tried_rather_than_looked_up() -> None:

@@ -140,3 +140,18 @@ def test_errors_of_a_step_are_not_hidden() -> None:
 def test_wrong_use(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         jact.memory.max_batch(make_step, **({"memory": "1 GiB", "progress": False} | options))
+
+
+def test_a_size_that_is_not_compiled_is_too_large() -> None:
+    def refusing(batch: int, policy: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        step, args = make_step(batch, policy)
+        unknown = jax.ffi.ffi_call("jact_unknown", jax.ShapeDtypeStruct((), jnp.float32))
+        return (step if batch < 20 else jax.jit(lambda w, x: unknown(x))), args
+
+    found = jact.memory.max_batch(refusing, "4 MiB", policies=["off"], progress=False)
+    assert found["off"] == 19
+    assert any(line.startswith("off: XLA does not compile ") for line in str(found).splitlines())
+    assert "jact_unknown" in str(found)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="jact_unknown") as raised:
+        jact.memory.max_batch(refusing, "4 MiB", policies=["off"], start=40, progress=False)
+    assert "size 40" in raised.value.__notes__[0]

@@ -1,12 +1,13 @@
 """Averages neighbours along some axes, and repeats the averages in their place."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jact_kernels.implementations import check_implementation
+from jact_kernels import implementations
 from jact_kernels.pool import reference
 
 
@@ -24,12 +25,15 @@ def average_pool(
     its average is over what is there. Sums are formed in float32 of elements that were scaled down
     first, so that finite elements have a finite average.
 
+    Sums are formed axis by axis and in order, except by XLA on a TPU, whose order is its own: an
+    average of n elements there may be off by the rounding of n float32 additions.
+
     Args:
       x: a floating-point array.
       window: how many neighbours along each axis share an average, at least 1.
       axes: the axes, negative ones as in NumPy.
       dtype: the dtype of the averages; that of `x` when None.
-      implementation: None or "auto" for the best one, or "xla".
+      implementation: None, "auto", "xla", "pallas" or "triton"; see `use_implementation`.
 
     Returns:
       An array of shape `pooled_shape(x.shape, ...)`.
@@ -45,13 +49,16 @@ def average_pool(
       >>> average_pool(jnp.arange(10.0).reshape(2, 5), window=2, axes=(1,)).tolist()
       [[0.5, 2.5, 4.0], [5.5, 7.5, 9.0]]
     """
-    check_implementation(implementation)
+    implementations.check_implementation(implementation)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x must be a floating-point array, got dtype {x.dtype}")
     axes = _checked(x.shape, window, axes)
-    return reference.average_pool(
-        x, window=window, axes=axes, dtype=jnp.dtype(x.dtype if dtype is None else dtype)
-    )
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    static = {"window": window, "axes": axes}
+    case = {"shape": x.shape, "dtypes": (x.dtype, dtype), **static}
+    choices = implementations.select("average_pool", implementation, case)
+    xla = functools.partial(reference.average_pool, dtype=dtype, **static)
+    return implementations.run(choices, xla, x, dtype=dtype, **static)
 
 
 def repeat_windows(
@@ -69,7 +76,7 @@ def repeat_windows(
       shape: the shape of the array that was averaged.
       window: as given to `average_pool`.
       axes: as given to `average_pool`.
-      implementation: None or "auto" for the best one, or "xla".
+      implementation: None, "auto", "xla", "pallas" or "triton"; see `use_implementation`.
 
     Returns:
       An array of shape `shape` and of the dtype of `pooled`.
@@ -83,14 +90,17 @@ def repeat_windows(
       >>> repeat_windows(jnp.array([1.0, 2.0]), shape=(3,), window=2, axes=(0,)).tolist()
       [1.0, 1.0, 2.0]
     """
-    check_implementation(implementation)
     axes = _checked(shape, window, axes)
+    static = {"shape": shape, "window": window, "axes": axes}
+    case = {**static, "dtypes": (pooled.dtype, pooled.dtype)}
+    choices = implementations.select("repeat_windows", implementation, case)
     if pooled.shape != (expected := reference.pooled_shape(shape, window, axes)):
         raise ValueError(
             f"an array of shape {shape} pools into {expected} by windows of {window} along axes "
             f"{axes}, got {pooled.shape}"
         )
-    return reference.repeat_windows(pooled, shape=shape, window=window, axes=axes)
+    xla = functools.partial(reference.repeat_windows, **static)
+    return implementations.run(choices, xla, pooled, **static)
 
 
 def pooled_shape(shape: tuple[int, ...], *, window: int, axes: Sequence[int]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The quantiser as one Mosaic TPU kernel: the input is read once, the codes are written once.
 
-A block holds whole groups, so its body is the reference's arithmetic on a block in VMEM.
+A block holds whole groups, so its body is the reference's arithmetic on a block in VMEM. The matrix
+unit packs single bits: a product with powers of two moves them between lanes, and is exact.
 """
 
 import math
@@ -28,19 +29,20 @@ def unsupported(scheme: Scheme, dtype: DTypeLike) -> str | None:
     groups = scheme.groups
     if jnp.dtype(dtype).name not in ("bfloat16", "float32"):
         return f"{jnp.dtype(dtype).name} is left to XLA"
-    if scheme.bits == 1:
-        return "one bit per element is left to XLA: neighbouring lanes cannot be packed"
     if why := limits.unsupported_scheme(scheme):
         return why
     if groups.last != len(groups.shape) - 2:
         return "groups that do not end at the axis before the last are left to XLA"
     if groups.shape[-1] < LANES:
         return f"fewer than {LANES} columns lie in memory otherwise, and would be copied"
-    tile = 256 // scheme.bits
+    if scheme.bits == 1 and groups.shape[-1] % 8:
+        return "one bit per element is packed along another axis than the last"
+    # Single bits are stored as bytes.
+    tile = 256 // (8 if scheme.bits == 1 else scheme.bits)
     whole = groups.axis == groups.last and groups.block == groups.shape[groups.axis]
     if not whole and (groups.size % tile or groups.shape[groups.last] % tile):
         return f"codes lie in tiles of {tile} rows, and the groups' {groups.size} would cut them"
-    if groups.size * _block_columns(groups.shape[-1], groups.size) > MAX_BLOCK_ELEMENTS:
+    if groups.size * _block_columns(scheme) > MAX_BLOCK_ELEMENTS:
         return f"groups of {groups.size} elements are too large for a block"
     return None
 
@@ -52,7 +54,6 @@ def quantize(
     pl, pltpu = compat.mosaic_tpu()
     groups = scheme.groups
     rows, size, columns = _flat_shape(scheme)
-    width = _block_columns(columns, size)
 
     def body(seed_ref: Any, x_ref: Any, codes_ref: Any, *stored_refs: Any) -> None:
         x = x_ref[...].astype(jnp.float32)
@@ -71,18 +72,20 @@ def quantize(
             shift = reference.random_shift(noise.finalise(index ^ jnp.broadcast_to(key, x.shape)))
         codes = (place + shift) >> jnp.int32(reference.FRACTION_BITS)
         codes = reference.clamp(codes, x, scheme.levels, None)
+        codes = _packed(codes) if scheme.bits == 1 else codes
         codes_ref[...] = codes.astype(codes_ref.dtype)
 
     end = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
     stored_types = jax.eval_shape(lambda low, high: measure(low, high, scheme)[0], end, end)
-    code_dtype = reference.CODE_DTYPES[scheme.bits]
-    values, ends = _block_specs(pl, size, width)
+    code_dtype = reference.CODE_DTYPES.get(scheme.bits, jnp.uint8)
+    stored_columns = columns // _codes_per_entry(scheme)
+    grid, values, entries, ends = _blocks(pl, scheme)
     codes, *stored = pl.pallas_call(
         body,
-        out_shape=(jax.ShapeDtypeStruct((rows, size, columns), code_dtype), *stored_types),
-        grid=(-(-rows // ROWS), columns // width),
+        out_shape=(jax.ShapeDtypeStruct((rows, size, stored_columns), code_dtype), *stored_types),
+        grid=grid,
         in_specs=(pl.BlockSpec(memory_space=pltpu.SMEM), values),
-        out_specs=(values, *(ends for _ in stored_types)),
+        out_specs=(entries, *(ends for _ in stored_types)),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
         name="quantize",
@@ -90,7 +93,8 @@ def quantize(
         lax.convert_element_type(jnp.asarray(seed), jnp.uint32).reshape(1),
         x.reshape(rows, size, columns),
     )
-    return codes.reshape(groups.shape), *(entry.reshape(groups.grid_shape) for entry in stored)
+    codes = codes.reshape(*groups.shape[:-1], stored_columns)
+    return codes, *(entry.reshape(groups.grid_shape) for entry in stored)
 
 
 def dequantize(
@@ -103,7 +107,6 @@ def dequantize(
     """Decodes codes; see `jact_kernels.dequantize`."""
     pl, pltpu = compat.mosaic_tpu()
     rows, size, columns = _flat_shape(scheme)
-    width = _block_columns(columns, size)
 
     def body(codes_ref: Any, *refs: Any) -> None:
         *stored_refs, out_ref = refs
@@ -112,20 +115,21 @@ def dequantize(
             jnp.broadcast_to(lax.expand_dims(end * jnp.float32(0.5), (1,)), out_ref.shape)
             for end in (low, step)
         )
-        codes = codes_ref[...].astype(jnp.int32).astype(jnp.float32)
-        out_ref[...] = reference.value(codes, half_low, half_step, dtype)
+        codes = codes_ref[...].astype(jnp.int32)
+        codes = _unpacked(codes) if scheme.bits == 1 else codes
+        out_ref[...] = reference.value(codes.astype(jnp.float32), half_low, half_step, dtype)
 
-    values, ends = _block_specs(pl, size, width)
+    grid, values, entries, ends = _blocks(pl, scheme)
     out = pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct((rows, size, columns), dtype),
-        grid=(-(-rows // ROWS), columns // width),
-        in_specs=(values, *(ends for _ in stored)),
+        grid=grid,
+        in_specs=(entries, *(ends for _ in stored)),
         out_specs=values,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
         name="dequantize",
-    )(codes.reshape(rows, size, columns), *(entry.reshape(rows, columns) for entry in stored))
+    )(codes.reshape(rows, size, -1), *(entry.reshape(rows, columns) for entry in stored))
     return out.reshape(scheme.groups.shape)
 
 
@@ -136,17 +140,61 @@ def _flat_shape(scheme: Scheme) -> tuple[int, int, int]:
     return groups.count // columns, groups.size, columns
 
 
-def _block_columns(columns: int, size: int) -> int:
+def _codes_per_entry(scheme: Scheme) -> int:
+    """How many codes share an entry of the array that stores them."""
+    return 8 if scheme.bits == 1 else 1
+
+
+def _block_columns(scheme: Scheme) -> int:
     """The most columns, in whole lanes that divide them, of which a block is not too large."""
-    widths = [width for width in range(LANES, columns, LANES) if columns % width == 0]
+    _, size, columns = _flat_shape(scheme)
+    lanes = LANES * _codes_per_entry(scheme)
+    widths = [width for width in range(lanes, columns, lanes) if columns % width == 0]
     fitting = [width for width in (*widths, columns) if ROWS * size * width <= MAX_BLOCK_ELEMENTS]
     return max(fitting, default=min((*widths, columns)))
 
 
-def _block_specs(pl: Any, size: int, width: int) -> tuple[Any, Any]:
-    """The blocks of what has one entry per element, and of what has one per group."""
-    values = pl.BlockSpec((ROWS, size, width), lambda row, column: (row, 0, column))
-    return values, pl.BlockSpec((ROWS, width), lambda row, column: (row, column))
+def _blocks(pl: Any, scheme: Scheme) -> tuple[tuple[int, int], Any, Any, Any]:
+    """The grid, and the blocks of what has one entry per element, of codes, and of ranges."""
+    rows, size, columns = _flat_shape(scheme)
+    width = _block_columns(scheme)
+
+    def specs(width: int) -> Any:
+        return pl.BlockSpec((ROWS, size, width), lambda row, column: (row, 0, column))
+
+    ends = pl.BlockSpec((ROWS, width), lambda row, column: (row, column))
+    grid = -(-rows // ROWS), columns // width
+    return grid, specs(width), specs(width // _codes_per_entry(scheme)), ends
+
+
+def _packed(bits: jax.Array) -> jax.Array:
+    """Eight neighbouring columns of single bits, int32, as one byte."""
+    columns = bits.shape[-1]
+    column, byte = (
+        lax.broadcasted_iota(jnp.int32, (columns, columns // 8), axis) for axis in range(2)
+    )
+    worth = jnp.int32(1) << (column & jnp.int32(7))
+    return _moved(bits, jnp.where(column >> jnp.int32(3) == byte, worth, jnp.int32(0)))
+
+
+def _unpacked(packed: jax.Array) -> jax.Array:
+    """Undoes `_packed`."""
+    columns = packed.shape[-1] * 8
+    byte, column = (
+        lax.broadcasted_iota(jnp.int32, (columns // 8, columns), axis) for axis in range(2)
+    )
+    own = (column >> jnp.int32(3) == byte).astype(jnp.int32)
+    together = _moved(packed, own)
+    position = lax.broadcasted_iota(jnp.int32, together.shape, together.ndim - 1) & jnp.int32(7)
+    return (together >> position) & jnp.int32(1)
+
+
+def _moved(entries: jax.Array, weights: jax.Array) -> jax.Array:
+    """A product along the last axis of integers that bfloat16 holds, with sums below 256."""
+    rows = entries.reshape(-1, entries.shape[-1])
+    rows, weights = (x.astype(jnp.float32).astype(jnp.bfloat16) for x in (rows, weights))
+    product = jnp.dot(rows, weights, preferred_element_type=jnp.float32)
+    return product.astype(jnp.int32).reshape(*entries.shape[:-1], weights.shape[-1])
 
 
 def _index(pl: Any, block: tuple[int, ...], shape: tuple[int, int, int]) -> jax.Array:
