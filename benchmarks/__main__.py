@@ -20,6 +20,7 @@ from benchmarks import (
     output,
     peak,
     peers,
+    scale,
     sensitivity,
     time,
     timeline,
@@ -28,6 +29,7 @@ from benchmarks import (
 COMMANDS = {
     "peak": peak,
     "max_batch": max_batch,
+    "scale": scale,
     "timeline": timeline,
     "choose": choose,
     "time": time,

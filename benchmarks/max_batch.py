@@ -13,6 +13,7 @@ import optax
 
 import jact.memory
 from benchmarks import options, output
+from benchmarks.models import Task
 from benchmarks.options import Case, use_cpu
 from jact.memory.sizes import parse_bytes
 
@@ -42,7 +43,7 @@ def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for policy in case.policies:
         output.announce(f"compiling {case.model} with {policy} for {chosen.target}")
         found = jact.memory.max_batch(
-            lambda batch, policy: training_step(case.with_batch(batch), policy),
+            lambda batch, policy: training_step(case.with_batch(batch).task(policy), policy),
             parse_bytes(chosen.memory),
             target=None if chosen.target == "cpu" else chosen.target,
             policies=[policy],
@@ -61,15 +62,17 @@ def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
         }
 
 
-def training_step(case: Case, policy: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns a training step of SGD with momentum, and the shapes of its arguments."""
-    gradient = case.gradient(policy)
+def training_step(
+    task: Task, policy: str, optimizer: optax.GradientTransformation = MOMENTUM
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns a training step, and the shapes of its arguments, all but the batch donated."""
+    gradient = options.differentiated(task.loss, "off" if policy in options.REMAT else policy)
 
-    def step(params: Any, momentum: Any, state: Any, batch: Any) -> tuple[Any, ...]:
+    def step(params: Any, optimizer_state: Any, state: Any, batch: Any) -> tuple[Any, ...]:
         (loss, state), grads = gradient(params, state, batch)
-        updates, momentum = MOMENTUM.update(grads, momentum, params)
-        return optax.apply_updates(params, updates), momentum, state, loss
+        updates, optimizer_state = optimizer.update(grads, optimizer_state, params)
+        return optax.apply_updates(params, updates), optimizer_state, state, loss
 
-    params, state, batch = case.task(policy).abstract()
-    momentum = jax.eval_shape(MOMENTUM.init, params)
-    return jax.jit(step, donate_argnums=(0, 1, 2)), (params, momentum, state, batch)
+    params, state, batch = task.abstract()
+    optimizer_state = jax.eval_shape(optimizer.init, params)
+    return jax.jit(step, donate_argnums=(0, 1, 2)), (params, optimizer_state, state, batch)

@@ -143,19 +143,22 @@ def positive(text: str) -> int:
     return number
 
 
-def names(kind: str, allowed: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """Returns a parser of comma-separated names out of `allowed`.
+def names(
+    kind: str, allowed: Collection[str], separator: str = ","
+) -> Callable[[str], tuple[str, ...]]:
+    """Returns a parser of names out of `allowed`.
 
     Args:
         kind: What the names name, for the message about an unknown one.
         allowed: All names there are.
+        separator: What stands between two.
     """
 
     def parse(text: str) -> tuple[str, ...]:
-        names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+        names = tuple(dict.fromkeys(name.strip() for name in text.split(separator)))
         for name in names:
             if name not in allowed:
-                choices = ", ".join(allowed)
+                choices = f"{separator} ".join(allowed)
                 raise argparse.ArgumentTypeError(f"unknown {kind} {name!r}; choose from {choices}")
         return names
 

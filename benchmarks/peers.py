@@ -1,9 +1,10 @@
 """What a user would pick instead: saved bytes, peak, time and error, each to its own plain run.
 
 JAX's ways are measured here: plain, `jax.checkpoint` around each block (keeping nothing, products,
-or products on the host), jact's policies, and jact together with `jax.checkpoint`, with offloading,
-and with both. PyTorch's come from the file that `benchmarks/torch_peer.py` writes, if it is there.
-What others publish of their systems is printed below.
+or products on the host), jact's policies, and jact together with `jax.checkpoint` (keeping nothing,
+or masks), with offloading, and with both. PyTorch's come from the file that
+`benchmarks/torch_peer.py` writes, if it is there. What others publish of their systems is printed
+below.
 
 Times are processor seconds, interleaved, relative to plain JAX (or to plain PyTorch). Offloading
 shows in peaks for a GPU only (`--target`), where nothing is run.
@@ -38,6 +39,14 @@ def _offloads_dots(block: type[nn.Module]) -> type[nn.Module]:
     return nn.remat(block, policy=save)
 
 
+def _is_comparison(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name in {"eq", "ge", "gt", "le", "lt", "ne"}
+
+
+def _saves_masks(block: type[nn.Module]) -> type[nn.Module]:
+    return nn.remat(block, policy=_is_comparison)
+
+
 WAYS: dict[str, tuple[Wrap, str]] = {
     "plain": (False, "off"),
     "checkpoint": (True, "off"),
@@ -48,6 +57,7 @@ WAYS: dict[str, tuple[Wrap, str]] = {
     "int2": (False, "int2"),
     "gact-l1": (False, "gact-l1"),
     "int4 + checkpoint": (True, "int4"),
+    "int4 + checkpoint, masks saved": (_saves_masks, "int4"),
     "int4 + offload": (False, "offload-int4"),
     "int4 + checkpoint + offload": (True, "offload-int4"),
 }
@@ -72,6 +82,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=models, default="resnet20,transformer_small")
     parser.add_argument("--batch", type=options.positive, help="None is the model's own")
     parser.add_argument("--layers", type=options.positive, help="None is the model's own")
+    ways = options.names("way", WAYS, ";")
+    parser.add_argument("--ways", type=ways, default=";".join(WAYS), help="apart by ;, plain first")
     parser.add_argument("--rounds", type=int, default=5, help="of the timing; 0 for none")
     parser.add_argument("--torch", type=pathlib.Path, default=TORCH, help="torch_peer.py's file")
 
@@ -98,10 +110,11 @@ def measure(model: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
     here = chosen.target == "cpu"
     target = None if here else chosen.target
     tasks = {
-        way: MODELS[model].task(batch=chosen.batch, layers=chosen.layers, remat=wrap)
-        for way, (wrap, _) in WAYS.items()
+        way: MODELS[model].task(batch=chosen.batch, layers=chosen.layers, remat=WAYS[way][0])
+        for way in chosen.ways
     }
-    arguments = tasks["plain"].arguments() if here else tasks["plain"].abstract()
+    plain = tasks[chosen.ways[0]]
+    arguments = plain.arguments() if here else plain.abstract()
     analyses = {}
     for way, task in tasks.items():
         output.announce(f"compiling {model}: {way}")
@@ -111,9 +124,9 @@ def measure(model: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
     if here and chosen.rounds:
         compiled = {way: analysis.compiled for way, analysis in analyses.items()}
         seconds = interleave(compiled, arguments, chosen.rounds, time.process_time)
-        exact = fidelity.flat_gradient(compiled["plain"], arguments)
-        for way in WAYS:
-            pairs = zip(seconds[way], seconds["plain"], strict=True)
+        exact = fidelity.flat_gradient(compiled[chosen.ways[0]], arguments)
+        for way in chosen.ways:
+            pairs = zip(seconds[way], seconds[chosen.ways[0]], strict=True)
             ratios[way] = statistics.median(own / plain for own, plain in pairs)
             gradient = fidelity.flat_gradient(compiled[way], arguments)
             errors[way] = fidelity.relative_error(gradient, exact)
@@ -128,7 +141,7 @@ def measure(model: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
             "time_ratio": ratios.get(way),
             "relative_error": errors.get(way),
         }
-        for way in WAYS
+        for way in chosen.ways
     ]
 
 

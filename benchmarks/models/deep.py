@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from benchmarks.models.loop import apply_loop
 from benchmarks.models.task import (
     DTYPES,
     Task,
@@ -39,11 +40,6 @@ class Bottleneck(nn.Module):
         return x + conv(out, (1, 1))(nn.relu(norm()(y)))
 
 
-def step(block: nn.Module, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-    """Applies one block, in the form of a scan's body."""
-    return block(x), None
-
-
 class DeepResNet(nn.Module):
     """A stem and three stages of `layers` blocks each: `9 * layers + 2` layers in all.
 
@@ -64,13 +60,8 @@ class DeepResNet(nn.Module):
             channels = self.channels * 2**stage
             x = block(channels, 1 if stage == 0 else 2, self.dtype, name=f"First_{stage}")(x)
             if self.layers > 1:
-                scan = nn.scan(
-                    step,
-                    variable_axes={"params": 0, "batch_stats": 0},
-                    split_rngs={"params": True},
-                    length=self.layers - 1,
-                )
-                x, _ = scan(block(channels, 1, self.dtype, name=f"Stage_{stage}"), x, None)
+                others = block(channels, 1, self.dtype, name=f"Stage_{stage}")
+                x = apply_loop(others, x, self.layers - 1)
         x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
         return nn.Dense(CLASSES, dtype=self.dtype)(x.mean((1, 2)))
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import io
+import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import rich.box
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
+from jact.memory import tables
 from jact.memory.peak import analyze
 from jact.memory.search import Probe, search
 from jact.memory.sizes import format_bytes, parse_bytes
+
+_COLUMNS = ("policy", "size", "/ first", "memory", "too large", "compiled", "seconds")
 
 # How many compilations a search usually takes, for the progress bar.
 _USUAL_PROBES = 5
@@ -45,7 +46,7 @@ class Largest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaxBatch:
-    """The largest sizes under several policies; `max_batch` makes it. It prints as a table.
+    """The largest sizes under several policies; `max_batch` makes it. It shows itself as a table.
 
     Attributes:
         memory: what had to be enough, in bytes.
@@ -103,14 +104,25 @@ class MaxBatch:
         return dataclasses.asdict(self)
 
     def __rich__(self) -> RenderableType:
+        table = tables.rich_table(_COLUMNS, self._cells(), _COLUMNS[1:])
+        table.title = self._title()
+        return Group(table, *(Text(line) for line in self.refusals))
+
+    def __str__(self) -> str:
+        return tables.plain_text(self)
+
+    def _repr_html_(self) -> str:
+        table = tables.html_table(_COLUMNS, self._cells(), _COLUMNS[1:])
+        refusals = "".join(f"<p>{tables.escape(line)}</p>" for line in self.refusals)
+        return f"<div><p>{tables.escape(self._title())}</p>{table}{refusals}</div>"
+
+    def _title(self) -> str:
         where = "" if self.target is None else f", {self.target}"
-        title = f"Largest size in {format_bytes(self.memory)}{where}"
-        table = Table(title=title, box=rich.box.SIMPLE_HEAD)
-        table.add_column("policy")
-        for column in ("size", "/ first", "memory", "too large", "compiled", "seconds"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for row in self.records():
-            table.add_row(
+        return f"Largest size in {format_bytes(self.memory)}{where}"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
                 row["policy"],
                 str(row["size"]),
                 "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
@@ -119,13 +131,8 @@ class MaxBatch:
                 str(row["compilations"]),
                 f"{row['seconds']:.1f}",
             )
-        return Group(table, *(Text(line) for line in self.refusals))
-
-    def __str__(self) -> str:
-        file = io.StringIO()
-        console = Console(file=file, color_system=None, force_jupyter=False, force_terminal=False)
-        console.print(self)
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+            for row in self.records()
+        ]
 
 
 def max_batch(
@@ -166,7 +173,8 @@ def max_batch(
         limit: no larger size is tried.
         tolerance: 0 finds the size that fits while the next one does not. 0.02 is content with a
             bracket of 2 %, which takes one or two compilations less.
-        progress: whether to show a progress bar, on stderr.
+        progress: whether to show a progress bar: on stderr if that is a terminal, and in a notebook
+            if `ipywidgets` is installed.
 
     Returns:
         The largest size for each policy.
@@ -285,12 +293,17 @@ def _largest(name: str, probes: Sequence[Probe], memory: int, seconds: float) ->
 
 def _bar(shown: bool) -> Progress:
     console = Console(stderr=True)
+    if console.is_jupyter:
+        # Without it, rich warns instead of drawing.
+        can_draw = importlib.util.find_spec("ipywidgets") is not None
+    else:
+        can_draw = console.is_terminal
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=console,
-        disable=not (shown and (console.is_terminal or console.is_jupyter)),
+        disable=not (shown and can_draw),
         transient=True,
     )

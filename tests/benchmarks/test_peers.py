@@ -8,16 +8,13 @@ import pytest
 
 import benchmarks
 from benchmarks import __main__ as command
-from benchmarks import peers
 
 pytestmark = pytest.mark.standard_promotion
 
 
 def test_peers_stand_side_by_side(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ways = ("plain", "checkpoint", "int4", "int4 + checkpoint")
-    monkeypatch.setattr(peers, "WAYS", {way: peers.WAYS[way] for way in ways})
     torch, out = tmp_path / "torch.json", tmp_path / "out.json"
     row = {"framework": "PyTorch 0", "model": "mlp", "saved_bytes": 1, "relative_error": 0.5}
     other = [
@@ -26,7 +23,8 @@ def test_peers_stand_side_by_side(
     ]
     torch.write_text(json.dumps(other))
     size = ["--model", "mlp", "--batch", "256", "--layers", "2", "--rounds", "1"]
-    command.main(["peers", *size, "--torch", str(torch), "--json", str(out)])
+    ways = ["--ways", "plain; checkpoint; int4; int4 + checkpoint"]
+    command.main(["peers", *size, *ways, "--torch", str(torch), "--json", str(out)])
     rows = {row["policy"]: row for row in json.loads(out.read_text())}
     assert rows["hooks-4bit"]["peak_ratio"] == 0.25
     assert rows["checkpoint"]["relative_error"] < 1e-6

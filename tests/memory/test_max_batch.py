@@ -62,15 +62,24 @@ def test_compressed_fits_more(found: jact.memory.MaxBatch) -> None:
 
 def test_is_a_table_records_and_json(found: jact.memory.MaxBatch) -> None:
     text = str(found)
-    assert "Largest size in 4.0 MiB" in text
-    for policy in ("off", "int4"):
-        assert str(found[policy]) in text
+    html = found._repr_html_()
+    for shown in (text, html):
+        assert "Largest size in 4.0 MiB" in shown
+        assert all(str(found[policy]) in shown for policy in ("off", "int4"))
+    assert html.count("<tr>") == 3
     records = found.records()
     assert [record["policy"] for record in records] == ["off", "int4"]
     assert records[0]["ratio"] == 1.0
     data = json.loads(json.dumps(found.to_json()))
     assert data["memory"] == MEMORY
     assert data["results"][1]["size"] == found["int4"]
+
+
+def test_a_notebook_without_widgets_sees_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = jact.memory.max_batch(make_step, "4 MiB", policies=["off"], multiple=512, limit=512)
+    assert found["off"] == 512
 
 
 def test_any_integer_and_any_policy() -> None:
