@@ -7,7 +7,6 @@ bits of a bfloat16; and noise is added as an integer.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -167,50 +166,16 @@ def _ranges(x: jax.Array, scheme: Scheme) -> tuple[ranges.Stored, Range]:
         x = nan_to_infinity(x)
         return jnp.min(x, axis=axes), jnp.max(x, axis=axes)
 
-    def marked(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # Else an array that is computed on the way is computed for each of the three.
-        x = lax.optimization_barrier(x)
-        nothing = _zero_if_finite(x, scheme.groups)
-        return jnp.min(x, axis=axes) + nothing, jnp.max(x, axis=axes) + nothing
-
     # On a GPU one reduction reads the elements once, and leaves their layout alone: for two, XLA
     # may turn the codes around and back again. Elsewhere two are faster. XLA's minimum and maximum
     # drop NaN where it vectorises them on a CPU; on a GPU they do not, and replacing it would cost
-    # further passes. On a CPU, replacing it would cost a copy of the array.
-    takes_marks = x.dtype == jnp.float32 and _is_wide(scheme.groups) and not _is_split(x)
-    cpu = marked if takes_marks else apart
-    low, high = lax.platform_dependent(x, cuda=together, cpu=cpu, default=apart)
+    # further passes.
+    low, high = lax.platform_dependent(x, cuda=together, default=apart)
     # The ends are converted rather than the elements, which is the same: else XLA writes the codes
     # of 16-bit arrays transposed on a GPU, and turns them in a kernel of its own. The barrier keeps
     # a compiler from reducing the groups anew for each reader of their ends.
     low, high = lax.optimization_barrier((low.astype(jnp.float32), high.astype(jnp.float32)))
     return ranges.measure(low, high, scheme)
-
-
-def _is_wide(groups: Groups) -> bool:
-    """Whether one zero per group and element of it, but not per column, is next to nothing."""
-    columns = groups.shape[groups.last + 1 :]
-    return not columns or math.prod(columns) >= 8
-
-
-def _is_split(x: jax.Array) -> bool:
-    """Whether the array's type says how it is sharded; then those of products have to agree."""
-    return any(jax.typeof(x).sharding.spec)
-
-
-def _zero_if_finite(x: jax.Array, groups: Groups) -> jax.Array:
-    """Zero for each group, or NaN for one with a NaN or an infinity: a product with zeros.
-
-    Of what tells them apart, it is the only thing that XLA computes on a CPU without copying the
-    array.
-    """
-    columns = groups.shape[groups.last + 1 :]
-    batch = tuple(range(groups.axis + 1)) if columns else ()
-    zeros = jnp.zeros([x.shape[axis] for axis in (*batch, *groups.axes)], x.dtype)
-    contracted = tuple(range(len(batch), zeros.ndim))
-    dimensions = ((contracted, groups.axes), (batch, batch))
-    # The barrier keeps the compiler from replacing the product by zero.
-    return lax.dot_general(lax.optimization_barrier(zeros), x, dimensions)
 
 
 def nan_to_infinity(x: jax.Array) -> jax.Array:
