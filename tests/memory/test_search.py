@@ -96,6 +96,22 @@ def test_sizes_that_the_compiler_refuses_do_not_fit() -> None:
     assert answer(probes, 5000) == 300
 
 
+def test_goes_on_beyond_a_size_that_is_out_of_line() -> None:
+    """A compiler may plan single sizes much worse than those around them."""
+
+    def cost(n: int) -> int:
+        return 1000 + 20 * n + (4000 if 560 < n < 612 else 0)
+
+    probes = run(cost, 14_000, start=600, tolerance=0.02)
+    assert 637 <= answer(probes, 14_000) <= 650
+    assert len(probes) <= 8
+    # If they are out of line as far as the line goes, it gives up.
+    probes = run(lambda n: cost(n) + 4000 * (n > 560), 14_000, start=600, tolerance=0.02)
+    sizes = [p.size for p in probes]
+    assert 550 <= answer(probes, 14_000) <= 560
+    assert len(set(sizes)) == len(sizes) <= 9
+
+
 @pytest.mark.parametrize("limit", [8, 9, 15])
 def test_the_limit_holds_with_multiples(limit: int) -> None:
     probes = search(lambda n: Probe(n, n), 10**6, start=100, multiple=8, limit=limit)
