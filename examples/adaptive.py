@@ -30,7 +30,15 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.colors import BoundaryNorm, ListedColormap  # noqa: E402
 
 #: What each codec is drawn as: its bits, and a colour.
-SHADES = {"int2": "#e8743b", "int4": "#f2c14e", "int8": "#2a7de1", "keep": "#1b2a41"}
+SHADES = {
+    "int2": "#c8452b",
+    "int3": "#e8743b",
+    "int4": "#f2c14e",
+    "int5": "#a9cfe8",
+    "int6": "#5ba3d9",
+    "int8": "#2a62b1",
+    "keep": "#1b2a41",
+}
 
 
 def adaptive_step(optimizer: optax.GradientTransformation, controller: jact.Controller) -> Any:
@@ -135,7 +143,7 @@ def draw(result: dict[str, Any], path: pathlib.Path) -> None:
     used = [plt.Rectangle((0, 0), 1, 1, color=color) for color in SHADES.values()]
     bits.legend(
         used,
-        ["2 bits", "4 bits", "8 bits", "exact"],
+        ["2 bits", "3", "4", "5", "6", "8", "exact"],
         loc="lower left",
         bbox_to_anchor=(0, 1),
         ncols=len(SHADES),
