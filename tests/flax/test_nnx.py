@@ -471,4 +471,4 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="argnum 0 is repeated"):
         jact.nnx.grad(of_model, argnums=(0, 0))(model, X)
     with pytest.raises(ValueError, match="policy"):
-        jact.nnx.grad(of_model, policy="int3")
+        jact.nnx.grad(of_model, policy="int9")

@@ -91,7 +91,7 @@ def test_peak(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["in all"] == data["temporary"] + data["arguments"] + data["outputs"]
     assert sum(data["kernels"].values()) > 4
     buffers = run(capsys, "peak", "some_steps:step", "--buffers")
-    assert "u4[1024,64]" in buffers and "backward" in buffers
+    assert "u4[1024," in buffers and "backward" in buffers
 
 
 def test_max_batch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ def test_plain_holds_every_layer_and_jact_its_codes() -> None:
     activations = [b for b in plain.buffers if b.type == "f32[4096,64]" and b.phase == "forward"]
     assert len(activations) >= 7
     ours = jact.memory.timeline(jact.grad(loss), W, X)
-    codes = [b for b in ours.buffers if b.type == "u4[4096,64]"]
+    codes = [b for b in ours.buffers if b.type.startswith("u4[4096,")]
     assert len(codes) >= 6
     assert {b.operation.partition(":")[0].partition(",")[0] for b in codes} == {"dot_general"}
     assert all(b.operation.endswith(", encoded") and b.phase == "forward" for b in codes)
@@ -123,7 +123,7 @@ def test_plain_holds_every_layer_and_jact_its_codes() -> None:
 
 def test_buffers_are_named_by_module() -> None:
     course = of_model("convnet_small", "int4")
-    modules = {buffer.module for buffer in course.buffers if buffer.type.startswith("u4")}
+    modules = {buffer.module for buffer in course.buffers if buffer.type.startswith(("u4", "u8"))}
     assert {"ConvNet/Conv_0", "ConvNet/Block_0/Conv_0", "ConvNet/Block_1/Conv_0"} <= modules
     named = sum(buffer.bytes for buffer in course.buffers if buffer.module)
     assert named > 0.9 * course.peak_bytes
