@@ -22,7 +22,7 @@ import jact
 import jact.memory
 from benchmarks import output
 from benchmarks.fidelity import arguments, flat_gradient, relative_error
-from benchmarks.options import Case, positive
+from benchmarks.options import Case, differentiated, positive
 from jact.adapt.steps import Arguments
 
 LINE = "bits"
@@ -65,7 +65,7 @@ def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     def error(policy: Any) -> float:
         loss = case.task("off").loss
-        gradient = jax.jit(jact.value_and_grad(loss, has_aux=True, policy=policy))
+        gradient = jax.jit(differentiated(loss, policy))
         pairs = zip(draws, exact, strict=True)
         errors = [relative_error(flat_gradient(gradient, draw), g) for draw, g in pairs]
         return float(np.sqrt(np.mean(np.square(errors))))
@@ -86,7 +86,7 @@ def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
             uniform_error=uniform_error,
             adaptive_error=adaptive_error,
             ratio=adaptive_error / uniform_error,
-            bound=least_ratio(case, run.controller.current.basis, bits),
+            bound=least_ratio(case, plan.basis, bits),
             predicted_error=first.predicted_error,
             prediction=first.predicted_error / adaptive_error,
             average_bits=first.bits,

@@ -66,7 +66,7 @@ def training_step(
     task: Task, policy: str, optimizer: optax.GradientTransformation = MOMENTUM
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns a training step, and the shapes of its arguments, all but the batch donated."""
-    gradient = options.differentiated(task.loss, "off" if policy in options.REMAT else policy)
+    gradient = options.differentiated(task.loss, policy)
 
     def step(params: Any, optimizer_state: Any, state: Any, batch: Any) -> tuple[Any, ...]:
         (loss, state), grads = gradient(params, state, batch)

@@ -61,7 +61,7 @@ class Case:
 
     def gradient(self, policy: str) -> Callable[..., Any]:
         """Returns the function that is measured: `(params, state, batch) -> (value, gradient)`."""
-        return differentiated(self.task(policy).loss, "off" if policy in REMAT else policy)
+        return differentiated(self.task(policy).loss, policy)
 
     def row(self, policy: str, target: str, **figures: Any) -> dict[str, Any]:
         """Returns a result: what was measured, followed by its figures."""
@@ -78,8 +78,11 @@ class Case:
 
 
 def differentiated(loss: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-    """Returns `value_and_grad` of a loss with auxiliary data; under "off" it is JAX's own."""
-    if isinstance(policy, str) and policy == "off":
+    """Returns `value_and_grad` of a loss with auxiliary data.
+
+    It is JAX's own under "off", and under the policies in `REMAT`, which are in the model.
+    """
+    if isinstance(policy, str) and policy in ("off", *REMAT):
         return jax.value_and_grad(loss, has_aux=True)
     return jact.value_and_grad(loss, has_aux=True, policy=policy)
 

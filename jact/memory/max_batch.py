@@ -278,7 +278,7 @@ def _compile(
 
 
 def _largest(name: str, probes: Sequence[Probe], memory: int, seconds: float) -> Largest:
-    fitting = {p.size: p.bytes for p in probes if p.bytes is not None and p.bytes <= memory}
+    fitting = {p.size: p.bytes or 0 for p in probes if p.fits(memory)}
     others = [p.size for p in probes if p.size not in fitting]
     size = max(fitting, default=0)
     return Largest(

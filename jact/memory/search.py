@@ -135,7 +135,7 @@ class _Bracket:
 def _beyond(probes: list[Probe], memory: int, multiple: int, limit: int) -> int | None:
     """A size to try beyond the least that does not fit, where that one is out of line.
 
-    A compiler may plan one size much above than those around it: fuse less, or leave gaps between
+    A compiler may plan one size much worse than those around it: fuse less, or leave gaps between
     buffers. The next sizes may fit again.
     """
     fitting = [p for p in probes if p.fits(memory)]
