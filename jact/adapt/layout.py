@@ -11,9 +11,9 @@ import numpy as np
 from jact import codecs as registry
 from jact.adapt.table import Layout
 from jact.codecs import Codec
-from jact.engine.graph import storage
 from jact.engine.instrumented import prepare_instrumented
 from jact.engine.select import Saved, plan_of
+from jact.engine.storage import storage
 from jact.engine.trace import Traced
 from jact.plan import Plan
 from jact.policy import Policy

@@ -28,8 +28,8 @@ from jact.adapt.table import Layout
 from jact.codecs import Keep, Quantize
 from jact.codecs.quantize import BITS
 from jact.engine.compressed import compressed
-from jact.engine.graph import scope_path
 from jact.engine.linearize import is_differentiable
+from jact.engine.names import scope_path
 from jact.engine.origins import Input
 from jact.engine.trace import Traced
 from jact.plan import Plan

@@ -97,6 +97,13 @@ SINGULAR = {
     "polygamma",
 }
 
+#: Those of them that are singular at zero, and smooth beyond.
+SINGULAR_AT_ZERO = {"log", "rsqrt", "sqrt", "cbrt", "pow", "div", "integer_pow"}
+
+#: Operations that come close to a constant for large arguments: what is left to it, which a
+#: singular function may read, is far smaller than the error of a code of the result.
+SATURATING = {"erf", "erfc", "exp", "exp2", "expm1", "logistic", "tanh"}
+
 #: Operations whose result jumps, though it is a float: it is never made from a decoded argument.
 STEPS = {"ceil", "floor", "nextafter", "rem", "round", "sign"}
 
@@ -105,7 +112,7 @@ STEPS = {"ceil", "floor", "nextafter", "rem", "round", "sign"}
 JOINS = {"add", "add_any", "sub"}
 
 #: Operations that put a result together of pieces.
-ASSEMBLING = {"concatenate", "pad", "dynamic_update_slice"}
+ASSEMBLING = {"concatenate", "pad", "dynamic_update_slice", "select_n"}
 
 #: Operations that move elements. A broadcast is one where it adds an axis of one element.
 ARRANGING = {"broadcast_in_dim", "reshape", "rev", "squeeze", "transpose"}
@@ -215,18 +222,19 @@ def is_batched_product(eqn: Equation) -> bool:
     return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
 
 
-def is_singular(eqn: Equation, inexact: set[jex.Var]) -> bool:
-    """Whether an equation could blow up an error of its `inexact` operands.
+def singular_operand(eqn: Equation, inexact: set[jex.Var]) -> jex.Var | None:
+    """Which of its `inexact` operands an equation has a singularity in; None where it has none.
 
     Args:
         eqn: the equation.
         inexact: the variables that would be made from decoded values.
     """
-    if eqn.primitive.name == "div":
-        return eqn.invars[1] in inexact if compat.is_var(eqn.invars[1]) else False
-    if eqn.primitive.name == "integer_pow":
-        return eqn.params["y"] < 0
-    return eqn.primitive.name in SINGULAR
+    name = eqn.primitive.name
+    singular = name in SINGULAR or name == "div"
+    if not singular and not (name == "integer_pow" and eqn.params["y"] < 0):
+        return None
+    operand = eqn.invars[1 if name == "div" else 0]
+    return operand if compat.is_var(operand) and operand in inexact else None
 
 
 def is_linear(eqn: Equation, inexact: set[jex.Var]) -> bool:

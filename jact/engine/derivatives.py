@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jact import compat
-from jact.engine import costs
+from jact.engine import costs, positive
 from jact.engine import program as programs
 from jact.engine.program import Equation, Program, Var
 
@@ -35,7 +35,7 @@ class Activation:
         argument: the value.
         result: what the function makes of it.
         eqns: the steps from one to the other.
-        is_singular: whether one of them is singular; see `costs.SINGULAR`.
+        is_singular: whether one of them is singular; see `positive.is_singular`.
     """
 
     argument: Var
@@ -58,6 +58,7 @@ def find(program: Program, min_bytes: int, singular_only: bool) -> dict[Var, Act
     steps: set[Var] = set()
     nonlinear: set[Var] = set()
     singular: set[Var] = set()
+    signs = positive.signs(program.eqns)
     read_elsewhere = {a for a in program.outvars if compat.is_var(a)}
     for eqn in program.eqns:
         operands = [v for v in programs.operands(eqn) if v not in constants]
@@ -73,7 +74,7 @@ def find(program: Program, min_bytes: int, singular_only: bool) -> dict[Var, Act
                 steps.add(out)
             if out in steps or not nonlinear.isdisjoint(moving):
                 nonlinear.add(out)
-            if costs.is_singular(eqn, moving) or not singular.isdisjoint(moving):
+            if positive.is_singular(eqn, moving, signs) or not singular.isdisjoint(moving):
                 singular.add(out)
         else:
             read_elsewhere.update(operands)

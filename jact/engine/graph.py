@@ -9,8 +9,6 @@ from them, must be saved themselves.
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -19,92 +17,16 @@ import jax.numpy as jnp
 
 from jact import codecs, compat
 from jact.codecs import Codec
-from jact.engine import costs, derivatives, marks
+from jact.engine import costs, derivatives, marks, positive
 from jact.engine import program as programs
 from jact.engine.linearize import Linearized
 from jact.engine.marks import Mark
+from jact.engine.names import module_path, numbered
 from jact.engine.origins import Input, Origin, origin_of_input, origin_of_result
 from jact.engine.program import Atom, Equation, Var
-from jact.policy import Action, Policy
-
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """One made value of the forward pass.
-
-    Attributes:
-        var: its variable in the forward program.
-        path: module path and primitive of the equation that made it.
-        source: where the equation that made it comes from; None for an input.
-        pinned: why it is never made again from saved values; empty when it may be.
-        roots: the pinned, inexactly stored values that it would be made from.
-        exact: why it would be saved exactly; empty when a codec would store it.
-        codec: what would store it.
-        origin: see `Origin`; otherwise the argument of `Input.argument`.
-        rerun: whether a dear operation that is run again stands between it and its roots.
-        mixed: whether it is put together of inexact and exact pieces (a class token before patches,
-            zeros around an image) and so may hold parts of very different size.
-        marks: of what it is a code, when a compressed function inside of this one made it.
-    """
-
-    var: Var
-    path: str
-    source: Any
-    pinned: str
-    roots: frozenset[Var]
-    exact: str
-    codec: Codec
-    origin: Origin | int
-    rerun: bool
-    mixed: bool = False
-    marks: tuple[Mark, ...] = ()
-
-    @property
-    def aval(self) -> Any:
-        """The type of the value."""
-        return self.var.aval
-
-    @property
-    def line(self) -> str:
-        """The user's line that made it; looked up when asked for, as few values are saved."""
-        if self.marks:
-            return self.marks[0].line
-        return compat.source_line(self.source) if self.source is not None else ""
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes of the value itself."""
-        return raw_bytes(self.aval)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of its code."""
-        return self.codec.nbytes(self.aval.shape, self.aval.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Graph:
-    """The made values of a function's forward pass.
-
-    Attributes:
-        values: by variable, in the order in which they are made.
-        names: the names of the pinned values.
-        edges: pairs (operand, result) of made values where the result is cheap to make again from
-            the operands.
-        rerun: results of dear operations that are run again.
-        candidates: name, shape and dtype of all that the policy was asked about.
-    """
-
-    values: dict[Var, Value]
-    names: dict[Var, str]
-    edges: list[tuple[Var, Var]]
-    rerun: set[Var]
-    candidates: list[tuple[str, tuple[int, ...], Any]]
-
-
-def raw_bytes(aval: Any) -> int:
-    """Bytes of an array of a type, as XLA stores it."""
-    return codecs.Keep().nbytes(aval.shape, aval.dtype)
+from jact.engine.storage import for_many_magnitudes, mask_if_it_pays, raw_bytes, storage
+from jact.engine.values import Graph, Value
+from jact.policy import Policy
 
 
 def build(
@@ -144,6 +66,12 @@ class _Builder:
         self.inexact: dict[Var, frozenset[Var]] = {}
         # Nonlinear functions of what is stored inexactly.
         self.nonlinear: set[Var] = set()
+        self.signs: dict[Var, positive.Sign] = {}
+        # Values with a saturating function between them and their roots; what singular functions
+        # read; values of many magnitudes, in which singular functions result or begin.
+        self.saturated: set[Var] = set()
+        self.steep: set[Var] = set()
+        self.of_many_magnitudes: set[Var] = set()
         # Inexactly stored values whose statistics are taken over the batch, channel by channel.
         self.over_batch: set[Var] = set()
         residuals = {a for a in linearized.residuals if compat.is_var(a)}
@@ -162,14 +90,30 @@ class _Builder:
                 self._visit_identities(eqn)
             else:
                 self._visit(eqn)
+                positive.follow(eqn, self.signs)
+        self._find_steep()
         for var, value in self.graph.values.items():
-            over_batch = self.over_batch & ({var} if value.pinned else value.roots)
-            codec = value.codec
-            by_default = codec == self.policy.default and not value.exact
-            if over_batch and by_default and isinstance(codec, codecs.Quantize):
-                codec = codec.for_unlike_channels(value.aval.shape)
-                self.graph.values[var] = dataclasses.replace(value, codec=codec)
+            if value.codec == self.policy.default and not value.exact:
+                self.graph.values[var] = self._suited(value)
         return self.graph
+
+    def _suited(self, value: Value) -> Value:
+        """A value that the policy stores by default, with what suits such values."""
+        roots = {value.var} if value.pinned else value.roots
+        codec, exact = value.codec, ""
+        if not self.of_many_magnitudes.isdisjoint(roots):
+            codec, exact = storage(for_many_magnitudes(codec), value.aval)
+        elif not self.over_batch.isdisjoint(roots) and isinstance(codec, codecs.Quantize):
+            codec = codec.for_unlike_channels(value.aval.shape)
+        return dataclasses.replace(value, codec=codec, exact=exact)
+
+    def _find_steep(self) -> None:
+        """Marks what singular functions read, back to what saturates."""
+        for operand, result in reversed(self.graph.edges):
+            if result in self.steep:
+                self.steep.add(operand)
+        for var in self.steep & self.saturated & self.graph.values.keys():
+            self.graph.values[var] = dataclasses.replace(self.graph.values[var], steep=True)
 
     def _visit_identities(self, eqn: Equation) -> None:
         """A barrier's results are its operands, one by one."""
@@ -209,6 +153,7 @@ class _Builder:
                 self._add_code(eqn, out, found)
                 continue
             pinned = self._why_pinned(eqn, out, dear, roots, rerun)
+            self._follow_saturation(eqn, out, pinned)
             statistic = costs.is_statistic(eqn) and not rerun
             self._add(out, base, eqn.source_info, pinned, roots, origin, rerun, statistic)
             if not pinned:
@@ -228,6 +173,7 @@ class _Builder:
     ) -> None:
         """A value that follows cheaply from inputs alone; they may come back inexactly."""
         if pinned := self._why_pinned(eqn, out, False, roots, False):
+            self._follow_saturation(eqn, out, pinned)
             statistic = costs.is_statistic(eqn)
             self._add(out, base, eqn.source_info, pinned, roots, origin, statistic=statistic)
         elif roots:
@@ -279,7 +225,7 @@ class _Builder:
         if rerun:
             return ""
         inexact = {v for v in programs.operands(eqn) if self._roots(v)}
-        if costs.is_singular(eqn, inexact):
+        if positive.is_singular(eqn, inexact, self.signs):
             return "a singular function"
         if tag := derivatives.tag(eqn):
             return f"the {tag} of a singular function"
@@ -290,6 +236,24 @@ class _Builder:
             if out in self.derivatives and raw_bytes(out.aval) >= self.policy.min_bytes:
                 return "a derivative"
         return ""
+
+    def _follow_saturation(self, eqn: Equation, out: Var, pinned: str) -> None:
+        """Notes where a function saturates, and where a singular one reads what is left then."""
+        inexact = {v for v in programs.operands(eqn) if self._roots(v)}
+        saturated = inexact & self.saturated
+        # A quotient comes close to zero.
+        falls = costs.singular_operand(eqn, inexact) is not None
+        saturates = inexact and eqn.primitive.name in costs.SATURATING
+        if not pinned and (saturated or saturates or falls):
+            self.saturated.add(out)
+        if pinned.endswith("a singular function"):
+            self.of_many_magnitudes.add(out)
+        operand = costs.singular_operand(eqn, saturated)
+        if operand is None:
+            return
+        self.steep.add(operand)
+        if positive.is_singular(eqn, saturated, self.signs):
+            self.of_many_magnitudes |= self._roots(operand)
 
     def _mixes(self, eqn: Equation, made: Sequence[Value]) -> bool:
         """Whether a result is put together of inexact and exact pieces, or follows from one."""
@@ -337,7 +301,7 @@ class _Builder:
         if not exact:
             codec, exact = self._storage(self._policy_name(name, roots, pinned), var.aval)
         elif var.aval.dtype == jnp.bool_:
-            codec = _mask_if_it_pays(var.aval)
+            codec = mask_if_it_pays(var.aval)
         self.graph.values[var] = Value(
             var, base, source, pinned, roots, exact, codec, origin, rerun
         )
@@ -370,7 +334,7 @@ class _Builder:
     def _storage(self, name: str, aval: Any) -> tuple[Codec, str]:
         """How the policy stores a value, and why exactly if it does."""
         if aval.dtype == jnp.bool_:
-            return _mask_if_it_pays(aval), "a mask"
+            return mask_if_it_pays(aval), "a mask"
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
             return codecs.Keep(), "not a float"
         size = raw_bytes(aval)
@@ -396,39 +360,3 @@ class _Builder:
             if not value.exact or value.exact == "the policy keeps it":
                 codec, exact = self._storage(name, value.aval)
                 self.graph.values[var] = dataclasses.replace(value, codec=codec, exact=exact)
-
-
-def numbered(base: str, count: int) -> str:
-    """The name of what comes after `count` others of the same base name."""
-    return f"{base}:{count}" if count else base
-
-
-def storage(action: Action, aval: Any) -> tuple[Codec, str]:
-    """The codec that an action asks for, or why the value stays exact all the same."""
-    if isinstance(action, str):
-        return codecs.Keep(), "the policy keeps it"
-    if not action.supports(aval.shape, aval.dtype):
-        return codecs.Keep(), f"{action.name} does not store such arrays"
-    # In host memory an array as large as before is a gain for the device.
-    offloaded = isinstance(action, codecs.Offload)
-    if action.nbytes(aval.shape, aval.dtype) >= raw_bytes(aval) and not offloaded:
-        return codecs.Keep(), f"{action.name} would not be smaller"
-    return action, ""
-
-
-def _mask_if_it_pays(aval: Any) -> Codec:
-    mask = codecs.Mask()
-    return mask if mask.nbytes(aval.shape, aval.dtype) < math.prod(aval.shape) else codecs.Keep()
-
-
-def module_path(eqn: Equation) -> str:
-    """The name scopes of an equation, without JAX's transformations; empty or ending in a slash."""
-    return scope_path(compat.name_scopes(eqn.source_info))
-
-
-def scope_path(scopes: str) -> str:
-    """A name stack without JAX's transformations; empty or ending in a slash."""
-    # "transpose(jvp(Model))/Block_0" and "jvp()/Block_0" both lose their wrappers.
-    while (plain := re.sub(r"\w+\(([^()]*)\)", r"\1", scopes)) != scopes:
-        scopes = plain
-    return "".join(part + "/" for part in scopes.split("/") if part)

@@ -15,7 +15,7 @@ from jax import lax
 from jact import compat
 from jact.engine import control_flow, derivatives, softmax
 from jact.engine.control_flow import CompressBody
-from jact.engine.graph import module_path, numbered
+from jact.engine.names import module_path, numbered
 from jact.engine.origins import Input, Operands
 from jact.engine.program import Equation, Program, Var
 

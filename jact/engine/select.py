@@ -12,18 +12,22 @@ from jact.codecs import Codec
 from jact.engine import costs
 from jact.engine import graph as graphs
 from jact.engine import program as programs
-from jact.engine.graph import Graph, Value
 from jact.engine.linearize import Linearized
 from jact.engine.marks import Mark
 from jact.engine.mincut import minimum_cut
 from jact.engine.origins import Input
 from jact.engine.program import Var
+from jact.engine.storage import storage
+from jact.engine.values import Graph, Value
 from jact.plan import Plan
 from jact.policy import Policy
 
 #: How much dearer it is to save a value of pieces of different size. Those in one group would share
 #: a range, and the smaller ones drown in its rounding; so their parts are saved where that will do.
 _MIXED = 4
+
+#: How much dearer it is to save what a singular function magnifies the error of.
+_STEEP = 16
 
 #: Bytes that each further saved array counts for, so that of two equal choices the one with fewer
 #: arrays wins.
@@ -135,13 +139,18 @@ def choose(graph: Graph, linearized: Linearized) -> set[Var]:
     needed = _needed(graph, linearized)
     relevant = _ancestors(graph, needed)
     capacities = {
-        v: value.stored_bytes * (_MIXED if value.mixed else 1) + _BYTES_PER_ARRAY
+        v: value.stored_bytes * _price(value) + _BYTES_PER_ARRAY
         for v, value in graph.values.items()
         if v in relevant
     }
     edges = [(u, v) for u, v in graph.edges if u in relevant and v in relevant]
     pinned = [v for v in relevant if graph.values[v].pinned]
     return minimum_cut(capacities, edges, pinned, needed)
+
+
+def _price(value: Value) -> int:
+    """What a byte of a value counts for."""
+    return _STEEP if value.steep and not value.exact else _MIXED if value.mixed else 1
 
 
 def _before_arrangement(graph: Graph, linearized: Linearized, chosen: set[Var]) -> set[Var]:
@@ -243,7 +252,7 @@ def _apply(plan: Plan, saved: Sequence[Saved]) -> list[Saved]:
         if entry.exact:
             result.append(entry)
             continue
-        codec, exact = graphs.storage(by_name[entry.name], entry.value.aval)
+        codec, exact = storage(by_name[entry.name], entry.value.aval)
         result.append(dataclasses.replace(entry, codec=codec, exact=exact))
     return result
 

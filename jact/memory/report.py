@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jact.engine.compressed import uncompressed
-from jact.engine.graph import raw_bytes
+from jact.engine.storage import raw_bytes
 from jact.engine.trace import function_name
 from jact.memory import report_render
 from jact.memory.report_compare import Comparison

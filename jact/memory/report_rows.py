@@ -10,12 +10,13 @@ from jact import codecs, compat
 from jact.engine import backward, costs, marks
 from jact.engine import program as programs
 from jact.engine.compressed import Prepared
-from jact.engine.graph import module_path, numbered, raw_bytes
 from jact.engine.linearize import Linearized
 from jact.engine.marks import Mark
+from jact.engine.names import module_path, numbered
 from jact.engine.origins import Origin, origin_of_input, origin_of_result
 from jact.engine.program import Equation, Var
 from jact.engine.select import Saved
+from jact.engine.storage import raw_bytes
 from jact.policy import Policy
 
 

@@ -84,30 +84,6 @@ def test_default_saves_arguments_at_four_bits() -> None:
     assert saved[None] == saved[False] < saved[True]
 
 
-def guarded(h: jax.Array) -> jax.Array:
-    small = jnp.abs(h) < 1e-3
-    return jnp.where(small, 1.0, jnp.expm1(h) / jnp.where(small, 1.0, h))
-
-
-SINGULAR: dict[str, Any] = {
-    "guarded": guarded,
-    "unit": lambda h: h * jax.lax.rsqrt(h * h + 1e-4),
-    "ratio": lambda h: h / (jnp.abs(h) + 1e-3),
-    "charbonnier": lambda h: jnp.sqrt(h * h + 1e-6),
-    "log_cosh": lambda h: jnp.log(jnp.cosh(h)),
-}
-
-
-@pytest.mark.parametrize("choice", [None, False])
-@pytest.mark.parametrize("name", SINGULAR)
-def test_singular_functions_are_not_made_again_step_by_step(name: str, choice: bool | None) -> None:
-    """Near zero, a decoded argument and an exact reciprocal would not belong together."""
-    loss = network(SINGULAR[name])
-    want = jax.jit(jax.grad(loss))((W, V), X)
-    cases.assert_close(jax.jit(jact.grad(loss, policy=policy(8, choice)))((W, V), X), want, 0.02)
-    cases.assert_close(jax.jit(jact.grad(loss, policy=policy(4, choice)))((W, V), X), want, 0.2)
-
-
 @pytest.mark.parametrize("step", ["round", "floor", "remainder"])
 def test_jumps_are_those_of_the_forward_pass(step: str) -> None:
     function = {"round": jnp.round, "floor": jnp.floor, "remainder": lambda h: h % 0.7}[step]
