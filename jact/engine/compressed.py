@@ -198,7 +198,12 @@ def inputs_to_keep(prepared: Prepared, twice: bool) -> list[int]:
 
 def _twice_differentiable(prepared: Prepared) -> bool:
     types = (v.aval for v in prepared.linearized.forward.invars)
-    return not any(spec.encoded for spec in prepared.inputs) and not any(map(compat.is_ref, types))
+    refs = any(map(compat.is_ref, types)) or _makes_references(prepared.linearized.backward)
+    return not refs and not any(spec.encoded for spec in prepared.inputs)
+
+
+def _makes_references(program: Program) -> bool:
+    return any(compat.is_ref(v.aval) for eqn in program.eqns for v in eqn.outvars)
 
 
 def _pullback(
@@ -226,11 +231,15 @@ def _pullback(
         _, pull = jax.vjp(of_differentiated, *(values[i] for i in linearized.differentiated))
         return list(pull(list(cotangents)))
 
-    @jax.custom_jvp
-    def pullback(by_reference: Any, codes: Any, cotangents: Any) -> list[Any]:
+    def once(by_reference: Any, codes: Any, cotangents: Any) -> list[Any]:
         return backward.run_backward(
             linearized, prepared.selection, by_reference, codes, cotangents
         )
+
+    # JAX cannot compile a custom derivative of what makes references.
+    if _makes_references(linearized.backward):
+        return once
+    pullback = jax.custom_jvp(once)
 
     @pullback.defjvp
     def pullback_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
@@ -261,7 +270,7 @@ def _only_once(name: str) -> Callable[[Any], Any]:
 
 def _differentiated_twice(name: str) -> NotImplementedError:
     return NotImplementedError(
-        f"jact.compress({name}) encodes an argument, or one of them is a reference, so its "
+        f"jact.compress({name}) encodes an argument, or uses a reference, so its "
         "gradient cannot be differentiated again. For second derivatives keep every argument by "
         'reference (keep=...), use jact.grad on the whole function, or policy="off".'
     )

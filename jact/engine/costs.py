@@ -34,16 +34,6 @@ DEAR = {
     "top_k",
     "approx_top_k",
     "fft",
-    "cholesky",
-    "eig",
-    "eigh",
-    "lu",
-    "qr",
-    "householder_product",
-    "svd",
-    "schur",
-    "hessenberg",
-    "tridiagonal",
     "tridiagonal_solve",
     "triangular_solve",
     "scatter",
@@ -75,6 +65,21 @@ DEAR = {
     "all_to_all",
     "ragged_all_to_all",
     "reduce_scatter",
+}
+
+#: Matrix factorisations. Their factors are saved exactly: backward passes multiply by inverses of
+#: them, and of triangular ones the small elements beside large ones count.
+FACTORISATIONS = {
+    "cholesky",
+    "eig",
+    "eigh",
+    "hessenberg",
+    "householder_product",
+    "lu",
+    "qr",
+    "schur",
+    "svd",
+    "tridiagonal",
 }
 
 #: Operations that grow without bound near some argument: the result of one is never made from a
@@ -201,7 +206,8 @@ STATISTIC_FRACTION = 1 / 16
 
 def is_dear(eqn: Equation) -> bool:
     """Whether an equation, or one inside of it, is too dear to run again."""
-    return bool(eqn.effects) or eqn.primitive.name in DEAR or _holds_dear(eqn)
+    name = eqn.primitive.name
+    return bool(eqn.effects) or name in DEAR or name in FACTORISATIONS or _holds_dear(eqn)
 
 
 def is_cheap_branch(eqn: Equation) -> bool:

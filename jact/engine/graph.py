@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jact import codecs, compat
 from jact.codecs import Codec
-from jact.engine import costs, derivatives, marks, positive
+from jact.engine import costs, derivatives, fills, marks, positive
 from jact.engine import program as programs
 from jact.engine.linearize import Linearized
 from jact.engine.marks import Mark
@@ -67,6 +67,8 @@ class _Builder:
         # Nonlinear functions of what is stored inexactly.
         self.nonlinear: set[Var] = set()
         self.signs: dict[Var, positive.Sign] = {}
+        self.divisors = linearized.divisors
+        self.filled = fills.of_constants(self.program.consts)
         # Values with a saturating function between them and their roots; what singular functions
         # read; values of many magnitudes, in which singular functions result or begin.
         self.saturated: set[Var] = set()
@@ -83,14 +85,17 @@ class _Builder:
             self.origins[var] = origin_of_input(spec)
             if spec.inexact and not spec.encoded:
                 self.inexact[var] = frozenset({var})
+            if spec.filled:
+                self.filled.add(var)
             if spec.encoded:
                 self._add(var, spec.name, None, "an input", frozenset(), Origin.DATA)
         for eqn in self.program.eqns:
+            fills.follow(eqn, self.filled, lambda v: not self._roots(v))
+            positive.follow(eqn, self.signs)
             if eqn.primitive.name == "optimization_barrier":
                 self._visit_identities(eqn)
             else:
                 self._visit(eqn)
-                positive.follow(eqn, self.signs)
         self._find_steep()
         for var, value in self.graph.values.items():
             if value.codec == self.policy.default and not value.exact:
@@ -101,7 +106,7 @@ class _Builder:
         """A value that the policy stores by default, with what suits such values."""
         roots = {value.var} if value.pinned else value.roots
         codec, exact = value.codec, ""
-        if not self.of_many_magnitudes.isdisjoint(roots):
+        if value.var in self.filled or not self.of_many_magnitudes.isdisjoint(roots):
             codec, exact = storage(for_many_magnitudes(codec), value.aval)
         elif not self.over_batch.isdisjoint(roots) and isinstance(codec, codecs.Quantize):
             codec = codec.for_unlike_channels(value.aval.shape)
@@ -154,8 +159,8 @@ class _Builder:
                 continue
             pinned = self._why_pinned(eqn, out, dear, roots, rerun)
             self._follow_saturation(eqn, out, pinned)
-            statistic = costs.is_statistic(eqn) and not rerun
-            self._add(out, base, eqn.source_info, pinned, roots, origin, rerun, statistic)
+            exact = "" if rerun else _why_exact(eqn)
+            self._add(out, base, eqn.source_info, pinned, roots, origin, rerun, exact)
             if not pinned:
                 if self._mixes(eqn, made):
                     value = self.graph.values[out]
@@ -174,8 +179,8 @@ class _Builder:
         """A value that follows cheaply from inputs alone; they may come back inexactly."""
         if pinned := self._why_pinned(eqn, out, False, roots, False):
             self._follow_saturation(eqn, out, pinned)
-            statistic = costs.is_statistic(eqn)
-            self._add(out, base, eqn.source_info, pinned, roots, origin, statistic=statistic)
+            exact = _why_exact(eqn)
+            self._add(out, base, eqn.source_info, pinned, roots, origin, exact=exact)
         elif roots:
             self.inexact[out] = roots
 
@@ -227,6 +232,8 @@ class _Builder:
         inexact = {v for v in programs.operands(eqn) if self._roots(v)}
         if positive.is_singular(eqn, inexact, self.signs):
             return "a singular function"
+        if self._is_divisor(out):
+            return "a divisor of the backward pass"
         if tag := derivatives.tag(eqn):
             return f"the {tag} of a singular function"
         # Rounding about the border of a ReLU biases next to nothing, and its derivative is a mask.
@@ -246,7 +253,7 @@ class _Builder:
         saturates = inexact and eqn.primitive.name in costs.SATURATING
         if not pinned and (saturated or saturates or falls):
             self.saturated.add(out)
-        if pinned.endswith("a singular function"):
+        if pinned.endswith("a singular function") or (pinned and self._is_divisor(out)):
             self.of_many_magnitudes.add(out)
         operand = costs.singular_operand(eqn, saturated)
         if operand is None:
@@ -254,6 +261,10 @@ class _Builder:
         self.steep.add(operand)
         if positive.is_singular(eqn, saturated, self.signs):
             self.of_many_magnitudes |= self._roots(operand)
+
+    def _is_divisor(self, var: Var) -> bool:
+        """Whether the backward pass divides by a value that may be next to zero."""
+        return var in self.divisors and self.signs.get(var) != positive.Sign.BOUNDED
 
     def _mixes(self, eqn: Equation, made: Sequence[Value]) -> bool:
         """Whether a result is put together of inexact and exact pieces, or follows from one."""
@@ -282,7 +293,7 @@ class _Builder:
         roots: frozenset[Var],
         origin: Origin | int,
         rerun: bool = False,
-        statistic: bool = False,
+        exact: str = "",
     ) -> None:
         name = base
         if pinned:
@@ -293,10 +304,6 @@ class _Builder:
             exact = "follows from exact values"
         elif pinned != "an input" and isinstance(origin, int):
             exact = "made of weights alone"
-        elif statistic:
-            exact = "a statistic"
-        else:
-            exact = ""
         codec: Codec = codecs.Keep()
         if not exact:
             codec, exact = self._storage(self._policy_name(name, roots, pinned), var.aval)
@@ -360,3 +367,10 @@ class _Builder:
             if not value.exact or value.exact == "the policy keeps it":
                 codec, exact = self._storage(name, value.aval)
                 self.graph.values[var] = dataclasses.replace(value, codec=codec, exact=exact)
+
+
+def _why_exact(eqn: Equation) -> str:
+    """Why an equation's results are saved exactly whatever the policy; empty if they are not."""
+    if costs.is_statistic(eqn):
+        return "a statistic"
+    return "a factor of a matrix" if eqn.primitive.name in costs.FACTORISATIONS else ""

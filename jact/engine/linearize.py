@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jact import compat
+from jact.engine import costs
 from jact.engine import program as programs
 from jact.engine.program import Atom, Bind, Program, Var
 
@@ -53,6 +54,19 @@ class Linearized:
     def residual_inputs(self) -> tuple[Var, ...]:
         """The backward program's inputs that stand for the residuals."""
         return self.backward.invars[: len(self.residuals)]
+
+    @property
+    def divisors(self) -> set[Var]:
+        """The variables of the forward program that the backward program divides by."""
+        values = dict(zip(self.residual_inputs, self.residuals, strict=True))
+        divisors = set()
+        for eqn in self.backward.eqns:
+            read = [a if compat.is_var(a) else None for a in eqn.invars]
+            if eqn.primitive.name in costs.ARRANGING and read[0] in values:
+                values[eqn.outvars[0]] = values[read[0]]
+            elif eqn.primitive.name == "div" and read[1] in values:
+                divisors.add(values[read[1]])
+        return {atom for atom in divisors if compat.is_var(atom)}
 
     @property
     def cotangent_inputs(self) -> tuple[Var, ...]:

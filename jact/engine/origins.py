@@ -7,7 +7,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 
 from jact import compat
-from jact.engine import costs
+from jact.engine import costs, fills
 from jact.engine import program as programs
 from jact.engine.program import Atom, Equation, Program, Var
 
@@ -31,6 +31,7 @@ class Input:
         inexact: whether whoever keeps it by reference may do so inexactly, so that the backward
             pass reads something else than the forward pass did.
         wanted: whether its gradient may be asked for.
+        filled: whether it holds infinities or huge constants; see `fills`.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Input:
     encoded: bool = False
     inexact: bool = False
     wanted: bool = True
+    filled: bool = False
 
 
 def origin_of_input(spec: Input) -> Origin | int:
@@ -78,6 +80,7 @@ class Operands:
         self._origins: dict[Var, Origin | int] = dict.fromkeys(program.consts, Origin.DATA)
         self._inexact: set[Var] = set()
         self._wanted: set[Var] = set()
+        self._filled = fills.of_constants(program.consts)
         own_consts = list(program.consts)[: len(inputs) - len(program.invars)]
         for var, spec in zip([*own_consts, *program.invars], inputs, strict=True):
             self._origins[var] = origin_of_input(spec)
@@ -85,6 +88,8 @@ class Operands:
                 self._inexact.add(var)
             if spec.wanted:
                 self._wanted.add(var)
+            if spec.filled:
+                self._filled.add(var)
         for eqn in program.eqns:
             self._visit(eqn, self._origins)
 
@@ -101,6 +106,7 @@ class Operands:
                 self._inexact.add(out)
             if wanted:
                 self._wanted.add(out)
+        fills.follow(eqn, self._filled, lambda v: v not in self._inexact)
 
     def describe(self, atom: Atom, name: str, encoded: bool = False) -> Input:
         """What is known of an operand, as an input of the body that it is passed to.
@@ -111,7 +117,7 @@ class Operands:
             encoded: whether the body should encode it.
         """
         if not compat.is_var(atom):
-            return Input(name, encoded=encoded, wanted=encoded)
+            return Input(name, encoded=encoded, wanted=encoded, filled=fills.is_fill(atom))
         origin = self._origins[atom]
         return Input(
             name,
@@ -120,4 +126,5 @@ class Operands:
             inexact=atom in self._inexact,
             # A loop may put something to be differentiated into a place that began as a constant.
             wanted=encoded or atom in self._wanted,
+            filled=atom in self._filled,
         )

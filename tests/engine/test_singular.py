@@ -130,6 +130,44 @@ def test_what_is_bounded_away_from_zero_is_not_singular(name: str) -> None:
     assert report.saved_bytes == want.saved_bytes
 
 
+def test_divisors_of_the_backward_pass_keep_their_magnitudes() -> None:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        a, b = x @ params[0], jnp.abs(x @ params[1]) + 1e-2
+        return jnp.mean((jnp.sin(a) / b[:, :32]) @ params[1])
+
+    check(loss, 0.1, 0.8)
+    rows = jact.report(loss, jact.Policy(default="int4", min_bytes=0))((W, V), X).rows
+    assert {row.codec for row in rows if "divisor" in row.why} == {"bf16"}
+
+
+def spd(h: jax.Array) -> jax.Array:
+    return h @ h.T / 8 + jnp.eye(len(h))
+
+
+MATRICES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "solve": lambda a, b: jnp.linalg.solve(jnp.eye(len(a)) + jnp.sin(a), b),
+    "inverse": lambda a, b: jnp.linalg.inv(jnp.eye(len(a)) * 1e6 + jnp.sin(a)) @ b * 1e6,
+    "cholesky": lambda a, b: jax.scipy.linalg.solve_triangular(
+        jnp.linalg.cholesky(spd(a)), b, lower=True
+    ),
+    "qr": lambda a, b: jnp.linalg.qr(jnp.eye(len(a)) + jnp.sin(a))[0] @ b,
+    "eigh": lambda a, b: jnp.linalg.eigvalsh(spd(a)) * b.sum(0)[: len(a)],
+    "determinant": lambda a, b: jnp.linalg.slogdet(spd(a))[1] * b,
+    "exponential": lambda a, b: jax.scipy.linalg.expm(a / 4) @ b,
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_factors_of_matrices_are_exact(name: str) -> None:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        h = jnp.tanh(x @ params[0])
+        return jnp.mean(MATRICES[name](h[:32] / 4, h[32:64] @ params[1]) ** 2)
+
+    check(loss, 0.03, 0.5)
+    rows = jact.report(loss, jact.Policy(default="int4", min_bytes=0))((W, V), X).rows
+    assert all(row.exact for row in rows if row.name.split(":")[0] in ("lu", "cholesky", "qr"))
+
+
 def test_rules_and_plans_say_otherwise() -> None:
     loss = head(SATURATED["log_softmax"])
     policy = jact.Policy(rules=(jact.Rule("derivative", "int8"),), default="int4", min_bytes=0)
@@ -147,7 +185,7 @@ def test_dead_channels_do_not_drown_the_others() -> None:
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         h = jnp.where(alive, (x @ params[0]).reshape(4, 1024), 0.0)
-        h = (h - h.mean(0)) * jax.lax.rsqrt(h.var(0) + 1e-6)
+        h = (h - h.mean(0, keepdims=True)) * jax.lax.rsqrt(h.var(0, keepdims=True) + 1e-6)
         return jnp.mean((h.reshape(len(x), -1) @ params[1]) ** 2)
 
     check(loss, 0.05, 0.7)

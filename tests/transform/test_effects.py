@@ -202,3 +202,20 @@ def test_references(wrap: Any) -> None:
     got, want = run(functools.partial(jact.grad, policy="int8")), run(jax.grad)
     cases.assert_close(got[0], want[0], 0.01)
     cases.assert_equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_references_made_inside(wrap: Any) -> None:
+    """A mutable array of the loss's own, through which its gradient goes."""
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        state = jax.new_ref(x)
+
+        def step(_: Any, carry: None) -> None:
+            state[...] = jnp.tanh(state[...] @ p[0])
+
+        jax.lax.fori_loop(0, 3, step, None)
+        return jnp.sum(state[...] ** 2)
+
+    got = wrap(jact.grad(loss, policy="int8"))(PARAMS, X)
+    cases.assert_close(got, wrap(jax.grad(loss))(PARAMS, X), 0.02)
