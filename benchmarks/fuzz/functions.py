@@ -77,6 +77,23 @@ def counted(x: jax.Array) -> jax.Array:
     return x / power.astype(x.dtype)
 
 
+def masked(x: jax.Array) -> jax.Array:
+    """An infinity in the place of every third element of the last axis."""
+    return jnp.where(jnp.arange(x.shape[-1]) % 3 > 0, x, jnp.asarray(-jnp.inf, x.dtype))
+
+
+def running_maximum(highest: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A step of a loop that begins with no maximum at all, as in flash attention."""
+    new = jnp.maximum(highest, x)
+    return new, jnp.exp(x - new) + jnp.exp(highest - new)
+
+
+def inverse(x: jax.Array) -> jax.Array:
+    """Of a positive matrix, one row for each element of the first axis."""
+    rows = jnp.tanh(x.reshape(len(x), -1).astype(jnp.float32))
+    return jnp.linalg.inv(jnp.eye(len(x)) + rows @ rows.T / rows.shape[1]).astype(x.dtype)
+
+
 def max_pool(x: jax.Array) -> jax.Array:
     """The greatest of each window of 2 x 2 of `[batch, height, width, channels]`."""
     # A NumPy scalar: JAX has a derivative only where it sees what the initial value is.
