@@ -16,14 +16,20 @@ from jact.policy import Policy
 class Plan:
     """Which residuals of a function are saved, and how each is stored.
 
-    Plans are hashable, equal when they say the same, and can take the place of a policy. They do
-    not depend on batch sizes, so a plan made for one batch serves for another.
+    Plans are hashable, equal when they say the same, and can take the place of a policy. A plan
+    made for one batch serves for any other. What is smaller there than the basis' `min_bytes` is
+    saved exactly; what was smaller in the batch that the plan was made for, or was not worth saving
+    there, is stored as the basis says.
 
     Attributes:
         entries: pairs of a residual's name and its codec, in the order in which the forward pass
             makes them.
         basis: the policy that chose *which* values are saved. Replacing an entry's codec does not
             change that choice.
+        operations: names of all dear operations (products, convolutions, loops) of the function
+            that the plan was made for. By these it is told from others where it saves what the plan
+            has no entry for. None where they are unknown, as for a plan made by hand, which has to
+            have an entry for all that is encoded. Plans that differ in this alone are equal.
 
     >>> import jact, jax.numpy as jnp
     >>> def loss(w, x):
@@ -37,6 +43,7 @@ class Plan:
 
     entries: tuple[tuple[str, Codec], ...]
     basis: Policy
+    operations: tuple[str, ...] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.entries]
@@ -67,17 +74,15 @@ class Plan:
                 f"it has {', '.join(self.codecs)}"
             )
         entries = ((n, codecs.resolve(changes[n]) if n in changes else c) for n, c in self.entries)
-        return Plan(tuple(entries), self.basis)
-
-    def within(self, scope: str) -> Plan:
-        """The part of the plan for names that begin with `scope`, and without it."""
-        entries = ((n.removeprefix(scope), c) for n, c in self.entries if n.startswith(scope))
-        return Plan(tuple(entries), self.basis)
+        return Plan(tuple(entries), self.basis, self.operations)
 
     def to_json(self) -> str:
         """The plan as a JSON document."""
         entries = [{"name": name, "codec": codecs.to_json(codec)} for name, codec in self.entries]
-        return json.dumps({"basis": policy.to_json(self.basis), "entries": entries}, indent=1)
+        data = {"basis": policy.to_json(self.basis), "entries": entries}
+        if self.operations is not None:
+            data["operations"] = list(self.operations)
+        return json.dumps(data, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -89,7 +94,9 @@ class Plan:
         try:
             data: dict[str, Any] = json.loads(text)
             entries = tuple((e["name"], codecs.from_json(e["codec"])) for e in data["entries"])
-            return cls(entries, policy.from_json(data["basis"]))
+            operations = data.get("operations")
+            known = None if operations is None else tuple(operations)
+            return cls(entries, policy.from_json(data["basis"]), known)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"the text is not that of a plan: {error}") from error
 

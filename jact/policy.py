@@ -156,6 +156,25 @@ class Policy:
         required = (rule for rule in self.rules if rule.required)
         return [rule for rule in required if not any(rule.matches(*r) for r in residuals)]
 
+    def preempted_rules(
+        self, residuals: Iterable[tuple[str, tuple[int, ...], Any]]
+    ) -> list[tuple[Rule, list[Rule]]]:
+        """The required rules that match residuals but decide none, with those that do decide."""
+        residuals = list(residuals)
+        result = []
+        for i, rule in enumerate(self.rules):
+            if not rule.required:
+                continue
+            matched = [r for r in residuals if rule.matches(*r)]
+            # The first that matches decides; None where that is the rule itself.
+            deciding = [
+                next((e for e in self.rules[:i] if e.matches(*residual)), None)
+                for residual in matched
+            ]
+            if matched and None not in deciding:
+                result.append((rule, list(dict.fromkeys(filter(None, deciding)))))
+        return result
+
 
 def _resolve(codec: Any, argument: str, words: tuple[str, ...]) -> Codec:
     """The codec that a preset names; the message on any other name lists the words, too."""

@@ -364,7 +364,7 @@ def make_plan(
     function = as_compressed(fun, policy, argnums, has_aux)
 
     def planner(*args: Any, **kwargs: Any) -> Plan:
-        return plan_of(function.prepare(args, kwargs).saved, function.basis)
+        return plan_of(function.prepare(args, kwargs).selection, function.basis)
 
     return planner
 

@@ -104,7 +104,7 @@ def find(traced: Traced, basis: Policy) -> Residuals:
         recorder,
         (),
     )
-    plan = plan_of(prepared.saved, basis)
+    plan = plan_of(prepared.selection, basis)
     sizes = {s.name: s.raw_bytes for s in prepared.saved}
     sizes |= {m.name: m.raw_bytes for s in prepared.saved for m in s.value.marks if m.in_loop}
     types = recorder.types | {s.name: s.value.aval for s in prepared.saved if not s.exact}

@@ -15,6 +15,7 @@ from jax import lax
 
 from jact import compat
 from jact.engine import backward, forward
+from jact.engine.directions import Directions
 from jact.engine.linearize import Linearized, as_function, is_differentiable, linearize
 from jact.engine.origins import Input
 from jact.engine.program import Bind, Program
@@ -65,7 +66,7 @@ def prepare(
     values: Sequence[Any],
     inputs: Sequence[Input],
     num_differentiated_outputs: int,
-    policy: Policy | Plan,
+    policy: Policy | Plan | Directions,
     rewritten: bool = True,
     compress: Callable[..., Callable[..., list[Any]]] | None = None,
 ) -> Prepared:
@@ -76,26 +77,29 @@ def prepare(
         values: arrays or types of all inputs.
         inputs: what is known of them.
         num_differentiated_outputs: how many of the first results are not auxiliary.
-        policy: how values are stored.
+        policy: how values are stored; `Directions` where the function is a body inside of another.
         rewritten: whether `Rewriter` has its way, or the linearisation is JAX's own.
         compress: what compresses the bodies of loops and branches, `compressed` when None; called
             like that.
 
     Returns:
         What the forward and the backward pass need to know.
+
+    Raises:
+        ValueError: when a plan was made for another function; names what differs.
     """
+    directions = policy if isinstance(policy, Directions) else Directions(policy)
 
     def compress_body(body: Any, body_inputs: Sequence[Input], name: str) -> Callable[..., Any]:
         scope = f"{name}/"
-        body_policy = policy.within(scope) if isinstance(policy, Plan) else policy
         body = compat.as_closed(body)
         constants = [Input(f"constant[{i}]", wanted=False) for i in range(len(body.consts))]
         outs = len(body.jaxpr.outvars)
         make = compress or compressed
-        run = make(body, [*constants, *body_inputs], outs, body_policy, name, scope)
+        run = make(body, [*constants, *body_inputs], outs, directions.within(scope), name, scope)
         return functools.partial(run, *body.consts)
 
-    basis = policy.basis if isinstance(policy, Plan) else policy
+    basis = directions.basis
     singular_only = True not in basis.derivative_choices
     if rewritten:
 
@@ -107,14 +111,24 @@ def prepare(
         function = as_function(closed)
     wanted = [spec.wanted for spec in inputs]
     linearized = linearize(function, values, wanted, num_differentiated_outputs)
-    return Prepared(linearized, tuple(inputs), select(linearized, inputs, policy))
+    prepared = Prepared(linearized, tuple(inputs), select(linearized, inputs, directions))
+    if directions is not policy:
+        directions.warn_of_unused_rules()
+        known: set[str] = set()
+        if directions.unknown():
+            # Of a small activation JAX saves other values than jact of a large one.
+            larger = Directions(dataclasses.replace(basis, min_bytes=0))
+            prepare(closed, values, inputs, num_differentiated_outputs, larger, rewritten)
+            known = larger.found.names
+        directions.check(known)
+    return prepared
 
 
 def compressed(
     closed: Any,
     inputs: Sequence[Input],
     num_differentiated_outputs: int,
-    policy: Policy | Plan,
+    policy: Policy | Plan | Directions,
     name: str,
     scope: str = "",
     weights: Sequence[int] = (),
@@ -125,7 +139,7 @@ def compressed(
         closed: the traced function.
         inputs: what is known of its constants and inputs.
         num_differentiated_outputs: how many of the first results are not auxiliary.
-        policy: how values are stored.
+        policy: how values are stored; `Directions` where the function is a body inside of another.
         name: the user's name of the function, for messages.
         scope: the name of the loop whose body it is, ending in a slash; empty if there is none.
         weights: positions of inputs, kept by reference, that are being differentiated; see

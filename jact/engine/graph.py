@@ -26,11 +26,15 @@ from jact.engine.origins import Input, Origin, origin_of_input, origin_of_result
 from jact.engine.program import Atom, Equation, Var
 from jact.engine.storage import for_many_magnitudes, mask_if_it_pays, raw_bytes, storage
 from jact.engine.values import Graph, Value
-from jact.policy import Policy
+from jact.policy import Action, Policy
 
 
 def build(
-    linearized: Linearized, inputs: Sequence[Input], policy: Policy, derivatives: bool
+    linearized: Linearized,
+    inputs: Sequence[Input],
+    policy: Policy,
+    derivatives: bool,
+    scope: str = "",
 ) -> Graph:
     """Analyses a forward program.
 
@@ -39,11 +43,12 @@ def build(
         inputs: one for each of the forward program's inputs.
         policy: says how each value would be stored, and which dear operations may be run again.
         derivatives: whether residuals that follow nonlinearly from inexact values are pinned.
+        scope: what stands before the names of values where the policy is asked about them.
 
     Returns:
         The graph of made values.
     """
-    return _Builder(linearized, inputs, policy, derivatives).build()
+    return _Builder(linearized, inputs, policy, derivatives, scope).build()
 
 
 class _Builder:
@@ -55,10 +60,12 @@ class _Builder:
         inputs: Sequence[Input],
         policy: Policy,
         derivatives: bool,
+        scope: str,
     ):
         self.program = linearized.forward
         self.inputs = inputs
         self.policy = policy
+        self.scope = scope
         self.graph = Graph({}, {}, [], set(), [])
         self.origins: dict[Var, Origin | int] = {}
         self.counts: Counter[str] = Counter()
@@ -191,8 +198,7 @@ class _Builder:
             return True
         aval = eqn.outvars[0].aval
         name = self._numbered(base)
-        self.graph.candidates.append((name, aval.shape, aval.dtype))
-        if self.policy.action(name, aval.shape, aval.dtype) == "recompute":
+        if self._action(name, aval) == "recompute":
             self.counts[base] += 1
             return False
         # Scores are cheap next to what saving them costs; a product with weights is not.
@@ -344,11 +350,17 @@ class _Builder:
             return mask_if_it_pays(aval), "a mask"
         if not jnp.issubdtype(aval.dtype, jnp.inexact):
             return codecs.Keep(), "not a float"
-        size = raw_bytes(aval)
-        if size < self.policy.min_bytes:
+        # What is small in one batch may be large in the next.
+        action = self._action(name, aval)
+        if raw_bytes(aval) < self.policy.min_bytes:
             return codecs.Keep(), "small"
-        self.graph.candidates.append((name, aval.shape, aval.dtype))
-        return storage(self.policy.action(name, aval.shape, aval.dtype), aval)
+        return storage(action, aval)
+
+    def _action(self, name: str, aval: Any) -> Action:
+        """What the policy says of a value."""
+        full = self.scope + name
+        self.graph.candidates.append((full, aval.shape, aval.dtype))
+        return self.policy.action(full, aval.shape, aval.dtype)
 
     def _numbered(self, base: str) -> str:
         return numbered(base, self.counts[base])

@@ -17,6 +17,7 @@ from jax import lax
 from jact import compat
 from jact.engine import backward, forward
 from jact.engine.compressed import Prepared, Static, inputs_to_keep, prepare, seed_of
+from jact.engine.directions import Directions
 from jact.engine.origins import Input
 from jact.engine.select import Saved
 from jact.engine.trace import Traced
@@ -61,7 +62,7 @@ def instrumented(
     closed: Any,
     inputs: Sequence[Input],
     num_differentiated_outputs: int,
-    policy: Policy | Plan,
+    policy: Policy | Plan | Directions,
     name: str,
     scope: str = "",
     *,
@@ -185,7 +186,7 @@ def prepare_instrumented(
     values: Sequence[Any],
     inputs: Sequence[Input],
     num_differentiated_outputs: int,
-    policy: Policy | Plan,
+    policy: Policy | Plan | Directions,
     instrument: Instrument,
     operands: Any,
     prefix: str = "",

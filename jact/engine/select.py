@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import warnings
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from jact import codecs, compat
 from jact.codecs import Codec
 from jact.engine import costs
 from jact.engine import graph as graphs
 from jact.engine import program as programs
+from jact.engine.directions import Directions, Found
 from jact.engine.linearize import Linearized
-from jact.engine.marks import Mark
+from jact.engine.marks import ENCODE, Mark
 from jact.engine.mincut import minimum_cut
+from jact.engine.names import module_path, numbered
 from jact.engine.origins import Input
 from jact.engine.program import Var
 from jact.engine.storage import storage
@@ -84,49 +86,52 @@ class Selection:
         held: values that follow from dear operations that the backward pass runs again. It holds
             them in memory while it needs them, so that XLA does not keep what they were made from.
         made: values that dear operations or encoded inputs stand behind.
+        found: what the function holds, with all bodies inside of it.
     """
 
     saved: tuple[Saved, ...]
     held: frozenset[Var]
     made: frozenset[Var]
+    found: Found
 
 
-def select(linearized: Linearized, inputs: Sequence[Input], policy: Policy | Plan) -> Selection:
+def select(linearized: Linearized, inputs: Sequence[Input], directions: Directions) -> Selection:
     """Chooses the values to save.
 
     Args:
         linearized: the function.
         inputs: what is known of its inputs.
-        policy: how values are stored. A plan stores the values that its basis chooses.
+        directions: how values are stored. A plan stores the values that its basis chooses. What is
+            found is added to them.
 
     Returns:
         The cheapest set of values from which, and from the inputs kept by reference, every residual
         follows by cheap operations; and what to hold of what is made again.
-
-    Raises:
-        ValueError: when a plan was made for another function; names what differs.
     """
-    basis = policy.basis if isinstance(policy, Plan) else policy
-    graph, chosen = _choose_with_derivatives(linearized, inputs, basis)
-    _warn_of_unused_rules(graph, basis)
+    graph, chosen = _choose_with_derivatives(linearized, inputs, directions)
     needed = _needed(graph, linearized)
     if all(isinstance(graph.values[v].codec, codecs.Keep) for v in chosen | needed):
         # Nothing would be smaller, so nothing is worth making again: save what JAX would.
         chosen = needed
     chosen = _before_arrangement(graph, linearized, chosen)
     saved = _name(graph, [v for v in graph.values if v in chosen])
-    if isinstance(policy, Plan):
-        saved = _apply(policy, saved)
-    return Selection(tuple(saved), frozenset(_held(graph, linearized)), frozenset(graph.values))
+    _note(directions.found, directions.scope, graph, linearized, saved)
+    return Selection(
+        tuple(_apply(directions, entry) for entry in saved),
+        frozenset(_held(graph, linearized)),
+        frozenset(graph.values),
+        directions.found,
+    )
 
 
 def _choose_with_derivatives(
-    linearized: Linearized, inputs: Sequence[Input], policy: Policy
+    linearized: Linearized, inputs: Sequence[Input], directions: Directions
 ) -> tuple[Graph, set[Var]]:
     """The graph and the variables to save, with derivatives or without as the policy says."""
     choices = []
+    policy = directions.basis
     for derivatives in policy.derivative_choices:
-        graph = graphs.build(linearized, inputs, policy, derivatives)
+        graph = graphs.build(linearized, inputs, policy, derivatives, directions.scope)
         chosen = choose(graph, linearized)
         size = sum(graph.values[v].stored_bytes for v in chosen)
         choices.append((size, graph, chosen))
@@ -225,44 +230,48 @@ def _name(graph: Graph, chosen: Sequence[Var]) -> list[Saved]:
     return list(saved.values())
 
 
-def _warn_of_unused_rules(graph: Graph, policy: Policy) -> None:
-    for rule in policy.unused_rules(graph.candidates):
-        names = list(dict.fromkeys(name for name, _, _ in graph.candidates))
-        known = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        warnings.warn(
-            f"the rule for {rule.name!r} matches no residual of the function, whose values are "
-            f"{known or 'all kept by reference'}",
-            skip_file_prefixes=compat.LIBRARY_FOLDERS,
-        )
+def _note(
+    found: Found, scope: str, graph: Graph, linearized: Linearized, saved: Sequence[Saved]
+) -> None:
+    """Adds what was found in a body."""
+    paths = Counter(value.path for value in graph.values.values())
+    dear = Counter(
+        f"{module_path(eqn)}{eqn.primitive.name}"
+        for eqn in linearized.forward.eqns
+        if costs.is_dear(eqn)
+    )
+    # What encodes a value, in a compressed function inside, is there or not as sizes are.
+    operations = [name for name in _all_numbered(dear) if ENCODE not in name.split("/")]
+    found.candidates.extend(graph.candidates)
+    found.operations.update((scope + name, None) for name in operations)
+    found.names.update(scope + name for name in (*graph.names.values(), *_all_numbered(paths)))
+    found.names.update(scope + mark.name for mark in _loop_marks(saved))
+    found.encoded.update((scope + s.name, None) for s in saved if not s.exact)
+    if scope:
+        found.inside.update(scope + s.name for s in saved)
 
 
-def _apply(plan: Plan, saved: Sequence[Saved]) -> list[Saved]:
-    """Stores each value as the plan says."""
-    by_name = plan.codecs
-    missing = [s.name for s in saved if not s.exact and s.name not in by_name]
-    # What a loop's body saves is stored as the plan says by the body itself.
-    unknown = sorted(set(by_name) - {s.name for s in saved} - {m.name for m in _loop_marks(saved)})
-    if missing or unknown:
-        parts = ["the plan was made for another function"]
-        parts += [f"this one also saves {', '.join(missing)}"] if missing else []
-        parts += [f"this one has no {', '.join(unknown)}"] if unknown else []
-        raise ValueError("; ".join(parts))
-    result = []
-    for entry in saved:
-        if entry.exact:
-            result.append(entry)
-            continue
-        codec, exact = storage(by_name[entry.name], entry.value.aval)
-        result.append(dataclasses.replace(entry, codec=codec, exact=exact))
-    return result
+def _all_numbered(counts: Counter[str]) -> Iterator[str]:
+    return (numbered(base, i) for base, count in counts.items() for i in range(count))
 
 
-def plan_of(saved: Sequence[Saved], policy: Policy | Plan) -> Plan:
+def _apply(directions: Directions, entry: Saved) -> Saved:
+    """The value as a plan stores it, if there is one that does."""
+    codec = directions.planned(entry.name)
+    if entry.exact or codec is None:
+        return entry
+    codec, exact = storage(codec, entry.value.aval)
+    return dataclasses.replace(entry, codec=codec, exact=exact)
+
+
+def plan_of(selection: Selection, policy: Policy | Plan) -> Plan:
     """The plan that a selection amounts to: its encoded values and their codecs."""
     basis = policy.basis if isinstance(policy, Plan) else policy
-    entries = [(s.name, s.codec) for s in saved if not s.exact]
-    entries += [(m.name, m.codec) for m in _loop_marks(saved) if not m.exact]
-    return Plan(tuple(entries), basis)
+    entries = [(s.name, s.codec) for s in selection.saved if not s.exact]
+    # A function inside that the user compressed has loops, too, and a policy of its own.
+    marks = [m for m in _loop_marks(selection.saved) if m.name in selection.found.inside]
+    entries += [(m.name, m.codec) for m in marks if not m.exact]
+    return Plan(tuple(entries), basis, tuple(selection.found.operations))
 
 
 def _loop_marks(saved: Sequence[Saved]) -> list[Mark]:

@@ -80,7 +80,7 @@ class Graph:
         edges: pairs (operand, result) of made values where the result is cheap to make again from
             the operands.
         rerun: results of dear operations that are run again.
-        candidates: name, shape and dtype of all that the policy was asked about.
+        candidates: full name, shape and dtype of all that the policy was asked about.
     """
 
     values: dict[Var, Value]
