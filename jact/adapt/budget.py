@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jact.adapt.allocate import Allocation, allocate
 from jact.adapt.modes import Plans
 from jact.adapt.table import Layout, Sensitivities
-from jact.codecs import Offload
+from jact.codecs import Codec, Offload
 from jact.codecs.quantize import BITS
 from jact.memory.sizes import format_bytes, parse_bytes
+
+#: Entries of a plan.
+type Entries = tuple[tuple[str, Codec], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,7 @@ class Landscape:
         tables: Sequence[Sensitivities],
         uniform: Sequence[np.ndarray],
         calls: Sequence[int],
+        besides: Mapping[str, Entries] | None = None,
     ):
         """Joins tables.
 
@@ -88,9 +92,11 @@ class Landscape:
             tables: one for each function.
             uniform: for each, int64 `[residual, 8]`: the bytes with 1 to 8 bits.
             calls: how many times the step calls each.
+            besides: entries of plans, by place, for residuals that are none in this batch.
         """
         self.places = tuple(places)
         self.tables = tuple(tables)
+        self._besides = dict(besides or {})
         self.error = np.concatenate([t.error / max(t.gradient, 1e-300) for t in tables])
         pairs = list(zip(tables, calls, strict=True))
         self.nbytes = np.concatenate([n * _device_bytes(t) for t, n in pairs])
@@ -125,7 +131,9 @@ class Landscape:
         plans, rest = [], list(choice)
         for place, table in zip(self.places, self.tables, strict=True):
             own, rest = rest[: len(table.names)], rest[len(table.names) :]
-            plans.append((place, table.plan(own)))
+            plan = table.plan(own)
+            entries = (*plan.entries, *self._besides.get(place, ()))
+            plans.append((place, dataclasses.replace(plan, entries=entries)))
         return tuple(plans)
 
     def choice(self, plans: Plans) -> list[int] | None:
@@ -133,7 +141,7 @@ class Landscape:
         by_place, result = dict(plans), []
         for place, table in zip(self.places, self.tables, strict=True):
             codecs = by_place[place].codecs if place in by_place else {}
-            if set(codecs) != set(table.names):
+            if set(codecs) != {*table.names, *dict(self._besides.get(place, ()))}:
                 return None
             for i, name in enumerate(table.names):
                 if codecs[name] not in table.codecs:
@@ -180,4 +188,5 @@ def guessed(layout: Layout) -> Sensitivities:
         raw_bytes=layout.raw_bytes,
         gradient=float(raw.sum()),
         basis=layout.basis,
+        operations=layout.operations,
     )

@@ -194,7 +194,10 @@ class Controller:
         )
 
     def adapt(self) -> None:
-        """Has the controller measure at the next step, whatever the period says."""
+        """Has the controller measure at the next step, whatever the period says.
+
+        A batch that is smaller than the one measured last is passed over.
+        """
         self._at.asked = "asked"
 
     def measure(self, *args: Any, **kwargs: Any) -> float:
@@ -273,7 +276,10 @@ class Controller:
         arguments = None
         if self._at.measuring is not None or self._is_due():
             arguments = Arguments(args, kwargs)
-            self._measure(steps, arguments, args, kwargs)
+            if self._waits_for_another(arguments):
+                self._at.waited += 1
+            else:
+                self._measure(steps, arguments, args, kwargs)
         elif self._at.pending is not None and self._at.pending.future is None:
             arguments = Arguments(args, kwargs)
             self._resume(steps, arguments)
@@ -292,12 +298,28 @@ class Controller:
             self._at.asked = "periodic"
         return bool(self._at.asked)
 
+    def _waits_for_another(self, arguments: Arguments) -> bool:
+        """Whether a later batch is better to measure; there may be none within a period.
+
+        A smaller batch than the present plan was made for says less: some of its residuals are too
+        small to be encoded, and its memory is no peak. Batches of other shapes have other errors.
+        """
+        if self._at.waited >= self.every:
+            return False
+        if (measuring := self._at.measuring) is None:
+            return arguments.nbytes < self._at.nbytes
+        return arguments.shapes != measuring.shapes and arguments.nbytes <= self._at.nbytes
+
     def _measure(self, steps: Steps, arguments: Arguments, args: Any, kwargs: Any) -> None:
         """Probes the step with its arguments, and decides once enough batches were measured."""
-        found = steps.probe(self._mode, args, kwargs)
-        measuring = self._at.measuring or Measuring(self._at.asked)
+        found, mode = steps.probe(self._mode, arguments, args, kwargs)
+        measuring = self._at.measuring
+        if measuring is None or measuring.shapes != arguments.shapes:
+            reason = self._at.asked if measuring is None else measuring.reason
+            measuring = Measuring(reason, arguments.shapes)
         measuring.add(found)
         self._at.asked, self._at.measuring = "", measuring
+        self._at.waited, self._at.nbytes = 0, arguments.nbytes
         situation = decide.Situation(
             step=self._at.step,
             reason=measuring.reason,
@@ -307,7 +329,7 @@ class Controller:
             min_gain=self.min_gain,
             figures=measuring.figures,
             variances=self._at.variances,
-            mode=self._mode,
+            mode=mode,
         )
         if self._at.plans is None:
             self._take(decide.decide(situation, steps, arguments))

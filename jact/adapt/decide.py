@@ -109,7 +109,7 @@ def decide(situation: Situation, steps: Steps, arguments: Arguments) -> Decision
         )
         if situation.plans is not None:
             return Decision(plans=None, record=None, failed=True)
-    landscape = survey(situation.mode, None if failed else figures)
+    landscape = survey(situation.mode, None if failed else figures, situation.plans)
     chosen = _choose(situation, steps, arguments, landscape)
     variances = dict(situation.variances) if failed else variances_of(situation, figures)
     noise = None if failed else noise_of(landscape, chosen.choice, figures, variances)
@@ -149,8 +149,15 @@ def measured_error(figures: Mapping[str, Mapping[str, Any]]) -> float:
     return float(np.sqrt(np.mean(squares)))
 
 
-def survey(mode: Probing, figures: Mapping[str, Mapping[str, np.ndarray]] | None) -> Landscape:
-    """The residuals of all functions with their errors, guessed where there are no figures."""
+def survey(
+    mode: Probing,
+    figures: Mapping[str, Mapping[str, np.ndarray]] | None,
+    plans: Plans | None = None,
+) -> Landscape:
+    """The residuals of all functions with their errors, guessed where there are no figures.
+
+    What plans in use say of residuals that were too small in this batch, new ones say as well.
+    """
     places = sorted(mode.layouts)
     tables = [
         guessed(mode.layouts[place])
@@ -158,11 +165,21 @@ def survey(mode: Probing, figures: Mapping[str, Mapping[str, np.ndarray]] | None
         else Sensitivities.from_statistics(mode.layouts[place], figures[place])
         for place in places
     ]
+    besides = {
+        place: tuple(
+            (name, codec)
+            for name, codec in plan.entries
+            if name in layout.known and name not in layout.names
+        )
+        for place, plan in plans or ()
+        if (layout := mode.layouts.get(place)) is not None
+    }
     return Landscape(
         places,
         tables,
         [mode.uniform[place] for place in places],
         [max(mode.calls.get(place, 1), 1) for place in places],
+        besides,
     )
 
 

@@ -101,6 +101,7 @@ def measure(
         gradient,
         layout.basis,
         cosine,
+        layout.operations,
     )
 
 

@@ -85,7 +85,12 @@ def joined(plans: Plans) -> Plan:
         for place, (_, plan) in zip(places, plans, strict=True)
         for name, codec in plan.entries
     ]
-    return Plan(tuple(entries), plans[0][1].basis)
+    operations = [
+        f"{place}/{name}"
+        for place, (_, plan) in zip(places, plans, strict=True)
+        for name in plan.operations or ()
+    ]
+    return Plan(tuple(entries), plans[0][1].basis, tuple(operations))
 
 
 def metrics(history: Sequence[Adaptation], step: int, compilations: int) -> dict[str, float]:

@@ -44,11 +44,13 @@ class Residuals:
         types: the type of each; in a loop, that of one iteration.
         times: how many iterations the loops around each have, all together.
         plan: the plan that the policy amounts to.
+        known: names of residuals that the function may have at some size.
     """
 
     types: dict[str, Any]
     times: dict[str, int]
     plan: Plan
+    known: frozenset[str]
 
     def layout(self, codecs: Sequence[Codec]) -> Layout:
         """The table of the residuals by some codecs."""
@@ -62,7 +64,16 @@ class Residuals:
                 nbytes[i, j] = raw[i]
                 if supported[i, j]:
                     nbytes[i, j] = self.times[name] * codec.nbytes(aval.shape, aval.dtype)
-        return Layout(tuple(self.types), tuple(codecs), nbytes, raw, supported, self.plan.basis)
+        return Layout(
+            tuple(self.types),
+            tuple(codecs),
+            nbytes,
+            raw,
+            supported,
+            self.plan.basis,
+            self.plan.operations,
+            self.known,
+        )
 
     def stored_with(self, codec: Codec) -> Plan:
         """The plan that stores all of them with one codec, or exactly where that cannot be."""
@@ -70,7 +81,7 @@ class Residuals:
             (name, codec if stores(codec, aval) else registry.Keep())
             for name, aval in self.types.items()
         ]
-        return Plan(tuple(entries), self.plan.basis)
+        return Plan(tuple(entries), self.plan.basis, self.plan.operations)
 
 
 class _Recorder:
@@ -112,4 +123,5 @@ def find(traced: Traced, basis: Policy) -> Residuals:
     for name in plan.codecs:
         aval = types[name]
         times[name] = sizes[name] // max(registry.Keep().nbytes(aval.shape, aval.dtype), 1)
-    return Residuals({name: types[name] for name in plan.codecs}, times, plan)
+    known = frozenset(prepared.selection.found.names)
+    return Residuals({name: types[name] for name in plan.codecs}, times, plan, known)

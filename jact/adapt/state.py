@@ -21,11 +21,13 @@ class Measuring:
 
     Attributes:
         reason: why they are measured.
+        shapes: `Arguments.shapes` of each.
         batches: how many there are.
         figures: of each probe; of those before the state was saved, their sums.
     """
 
     reason: str
+    shapes: str
     batches: int = 0
     figures: list[Any] = dataclasses.field(default_factory=list)
 
@@ -38,7 +40,12 @@ class Measuring:
         """All of it as JSON objects."""
         sums = total(self.figures)
         lists = {p: {k: v.tolist() for k, v in fs.items()} for p, fs in sums.items()}
-        return {"reason": self.reason, "batches": self.batches, "figures": lists}
+        return {
+            "reason": self.reason,
+            "shapes": self.shapes,
+            "batches": self.batches,
+            "figures": lists,
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any] | None) -> Measuring | None:
@@ -49,7 +56,7 @@ class Measuring:
             p: {k: np.asarray(v, np.float64) for k, v in fs.items()}
             for p, fs in data["figures"].items()
         }
-        return cls(data["reason"], data["batches"], [figures])
+        return cls(data["reason"], data.get("shapes", ""), data["batches"], [figures])
 
 
 @dataclasses.dataclass
@@ -116,6 +123,8 @@ class Progress:
         variances: of the gradient from batch to batch, by place.
         asked: why the next step is to be measured; empty if it is not.
         failures: measurements in a row that came out as infinite or NaN.
+        nbytes: bytes of the arguments that were measured last.
+        waited: for how many steps a batch to measure has been waited for.
         measuring: the batches measured so far for an adaptation that has begun.
         pending: the adaptation that is being decided, or has yet to take effect.
         history: a record of each adaptation.
@@ -127,6 +136,8 @@ class Progress:
     variances: dict[str, float] = dataclasses.field(default_factory=dict)
     asked: str = ""
     failures: int = 0
+    nbytes: int = 0
+    waited: int = 0
     measuring: Measuring | None = None
     pending: Pending | None = None
     history: list[Adaptation] = dataclasses.field(default_factory=list)
@@ -140,6 +151,8 @@ class Progress:
             "variances": self.variances,
             "asked": self.asked,
             "failures": self.failures,
+            "nbytes": self.nbytes,
+            "waited": self.waited,
             "measuring": None if self.measuring is None else self.measuring.to_json(),
             "pending": None if self.pending is None else self.pending.to_json(),
             "history": [a.to_json() for a in self.history],
@@ -155,6 +168,8 @@ class Progress:
             variances=data["variances"],
             asked=data["asked"],
             failures=data["failures"],
+            nbytes=data.get("nbytes", 0),
+            waited=data.get("waited", 0),
             measuring=Measuring.from_json(data["measuring"]),
             pending=Pending.from_json(data["pending"]),
             history=[Adaptation.from_json(a) for a in data["history"]],

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
+import math
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,12 +27,30 @@ _STEP_ONLY = ("donate_argnums", "donate_argnames", "out_shardings", "keep_unused
 
 
 class Arguments:
-    """Arguments of a step as types: what it is compiled for."""
+    """Arguments of a step as types: what it is compiled for.
+
+    Attributes:
+        shapes: tells arguments of these shapes and dtypes from others.
+        nbytes: bytes of all arrays.
+    """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        found: list[Any] = []
+        self.nbytes = 0
+
+        def to_type(leaf: Any) -> Any:
+            result = _type(leaf)
+            if isinstance(result, jax.ShapeDtypeStruct):
+                found.append((result.shape, str(result.dtype)))
+                self.nbytes += math.prod(result.shape) * result.dtype.itemsize
+            elif isinstance(leaf, str | bool):
+                found.append(leaf)
+            return result
+
         door = doors.of_call(args, kwargs)
         to_types = _types if door is None or not hasattr(door, "map_arrays") else door.map_arrays
-        self.args, self.kwargs = to_types((args, kwargs), _type)
+        self.args, self.kwargs = to_types((args, kwargs), to_type)
+        self.shapes = f"{zlib.crc32(repr(found).encode()):08x}"
 
 
 def _types(tree: Any, fun: Callable[[Any], Any]) -> Any:
@@ -116,7 +137,7 @@ class Steps:
         self._programs: collections.OrderedDict[Plans, Program] = collections.OrderedDict()
         # Plans are long, and looked up at each step.
         self._last: Program | None = None
-        self._probe: tuple[Probing, Any] | None = None
+        self._probes: dict[str, tuple[Probing, Any]] = {}
         self._lock = threading.Lock()
         self._jit: Callable[..., Any] | None = None
 
@@ -154,12 +175,28 @@ class Steps:
                     self._last = None
             return self._programs[plans]
 
-    def probe(self, mode: Probing, args: Any, kwargs: Any) -> hoist.Figures:
-        """Runs the step for the figures that a controller wants; compiled when called first."""
-        if self._probe is None or self._probe[0] is not mode:
+    def probe(
+        self, mode: Probing, arguments: Arguments, args: Any, kwargs: Any
+    ) -> tuple[hoist.Figures, Probing]:
+        """Runs the step for the figures that a controller wants; compiled when called first.
+
+        Args:
+            mode: what to measure.
+            arguments: the types of what follows.
+            args: the arguments of the step.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The figures, and the mode with what is known of the functions at such arguments.
+        """
+        if arguments.shapes not in self._probes:
             options = {k: v for k, v in self._options.items() if k not in _STEP_ONLY}
-            self._probe = mode, self._jitted(args, kwargs)(self._probing(mode), **options)
-        return self._probe[1](*args, **kwargs)
+            # Residuals, and their sizes, are others for other shapes.
+            own = dataclasses.replace(mode, layouts={}, uniform={}, calls={})
+            probe = self._jitted(args, kwargs)(self._probing(own), **options)
+            self._probes[arguments.shapes] = own, probe
+        own, probe = self._probes[arguments.shapes]
+        return probe(*args, **kwargs), own
 
     def compare(self, program: Program, args: Any, kwargs: Any) -> hoist.Figures:
         """Runs the step for sketches of its gradients and of exact ones; compiles for that."""

@@ -31,6 +31,8 @@ class Layout:
         raw_bytes: int64 `[residual]`: bytes of the residual itself.
         supported: bool `[residual, codec]`: whether the codec can store the residual.
         basis: the policy that chose the residuals.
+        operations: those of the function, as in `Plan`.
+        known: names of residuals that the function may have at some size.
     """
 
     names: tuple[str, ...]
@@ -39,6 +41,8 @@ class Layout:
     raw_bytes: np.ndarray
     supported: np.ndarray
     basis: Policy
+    operations: tuple[str, ...] | None = None
+    known: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,6 +67,7 @@ class Sensitivities:
         basis: the policy that chose the residuals.
         measured_cosine: float64 `[residual, codec]`: the cosine of the angle between the gradient
             and the exact one, where the method measures it; None where it does not.
+        operations: those of the function, as in `Plan`.
     """
 
     names: tuple[str, ...]
@@ -74,6 +79,7 @@ class Sensitivities:
     gradient: float
     basis: Policy
     measured_cosine: np.ndarray | None = None
+    operations: tuple[str, ...] | None = None
 
     @classmethod
     def from_statistics(cls, layout: Layout, statistics: Mapping[str, Any]) -> Sensitivities:
@@ -95,6 +101,7 @@ class Sensitivities:
             layout.raw_bytes,
             float(found["gradient"]),
             layout.basis,
+            operations=layout.operations,
         )
 
     @property
@@ -142,6 +149,7 @@ class Sensitivities:
             "gradient": _finite(self.gradient),
             "basis": policy.to_json(self.basis),
             "measured_cosine": None if cosine is None else cosine.tolist(),
+            "operations": None if self.operations is None else list(self.operations),
         }
         return json.dumps(data)
 
@@ -155,7 +163,7 @@ class Sensitivities:
         try:
             data: dict[str, Any] = json.loads(text)
             shape = (len(data["names"]), len(data["codecs"]))
-            cosine = data["measured_cosine"]
+            cosine, operations = data["measured_cosine"], data.get("operations")
             return cls(
                 tuple(data["names"]),
                 tuple(codecs.from_json(codec) for codec in data["codecs"]),
@@ -166,6 +174,7 @@ class Sensitivities:
                 float(_array(data["gradient"], np.float64)),
                 policy.from_json(data["basis"]),
                 None if cosine is None else np.array(cosine, np.float64).reshape(shape),
+                None if operations is None else tuple(operations),
             )
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"the text is not that of sensitivities: {error}") from error
@@ -208,7 +217,7 @@ class Sensitivities:
         else:
             picked = list(choice)
         chosen = [self._codec(i, entry) for i, entry in enumerate(picked)]
-        return Plan(tuple(zip(self.names, chosen, strict=True)), self.basis)
+        return Plan(tuple(zip(self.names, chosen, strict=True)), self.basis, self.operations)
 
     def _codec(self, residual: int, entry: Any) -> Codec:
         if isinstance(entry, str | Codec):

@@ -354,3 +354,72 @@ def test_lower_serves_memory_analyses():
     step(params(), batch(0))
     stats = step.lower(params(), batch(0)).compile().memory_analysis()
     assert stats.temp_size_in_bytes == c.history[0].peak
+
+
+def in_a_loop(params, x):
+    y, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, jnp.stack(params))
+    return jnp.mean((y - x) ** 2)
+
+
+class TestBatchSizes:
+    """Other batches than the one that was measured, and much smaller ones."""
+
+    @staticmethod
+    def run(c, sizes, fun=loss):
+        """The gradients of each step, and those of `jax.grad`."""
+        got, expected = [], []
+        step = c.jit(lambda params, x: jact.grad(fun, policy=c)(params, x))
+        for i, rows in enumerate(sizes):
+            got.append(step(params(), batch(i, rows)))
+            expected.append(jax.grad(fun)(params(), batch(i, rows)))
+        return got, expected
+
+    @pytest.mark.parametrize("fun", [loss, in_a_loop])
+    @pytest.mark.parametrize("sizes", [[256, 100, 1] * 6, [1, 100, 256] * 6, [256] * 5 + [20]])
+    def test_alternate(self, sizes, fun, caplog):
+        c = controller(bits=6, every=5, switch_after=1)
+        for got, expected in zip(*self.run(c, sizes, fun), strict=True):
+            for a, b in zip(got, expected, strict=True):
+                assert jnp.linalg.norm(a - b) < 0.4 * jnp.linalg.norm(b)
+        assert "failed" not in caplog.text
+        assert len(c.plan.entries) >= 2 and all(np.isfinite(a.predicted_error) for a in c.history)
+
+    def test_small_ones_are_not_measured(self):
+        c = controller(every=4, switch_after=1)
+        self.run(c, [256, 8, 8, 256, 8, 8, 8, 256, 256, 8])
+        # Every fourth step is due, and waits for a large one.
+        assert [(a.step, a.reason) for a in c.history] == [
+            (0, "first"),
+            (3, "confirm"),
+            (7, "periodic"),
+            (8, "periodic"),
+        ]
+        assert len({a.plan.operations for a in c.history}) == 1
+
+    def test_but_are_where_there_are_no_others(self):
+        c = controller(every=4, switch_after=1)
+        self.run(c, [256, 256] + [64] * 14)
+        steps = [a.step for a in c.history]
+        # Due from step 4, waited for until step 8.
+        assert steps[:3] == [0, 1, 8] and len(steps) > 3
+
+    def test_a_plan_keeps_what_it_says_of_larger_ones(self):
+        c = controller(bits=8, every=4, switch_after=1, min_gain=0.0)
+        self.run(c, [256, 256] + [8] * 12)
+        assert c.history[-1].step > 8
+        assert set(c.plan.bits) == set(c.history[0].plan.bits)
+
+    def test_a_larger_one_is_measured_anew(self):
+        c = controller(every=100, switch_after=1)
+        self.run(c, [8, 256, 256, 256])
+        assert [(a.step, a.reason) for a in c.history] == [(0, "first"), (2, "confirm")]
+        assert not c.history[0].plan.bits and c.plan.bits.keys() == c.history[1].plan.bits.keys()
+        assert set(c.plan.bits) == set(jact.make_plan(loss)(params(), batch(0)).bits)
+
+    def test_a_resumed_run_waits_for_the_same(self):
+        c = controller(every=4, switch_after=1)
+        sizes = [256, 256, 256, 256, 8, 8]
+        self.run(c, sizes)
+        other = controller(every=4, switch_after=1)
+        other.restore(c.state)
+        assert other._at == c._at and other._at.waited == 2
