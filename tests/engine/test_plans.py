@@ -133,9 +133,7 @@ def test_json_from_before() -> None:
     assert old == plan and old.operations is None
     for size in BATCHES:
         grads = jax.jit(jact.grad(layers, policy=old))(W, X[:size])
-        np.testing.assert_array_equal(
-            grads, jax.jit(jact.grad(layers, policy=plan))(W, X[:size])
-        )
+        np.testing.assert_array_equal(grads, jax.jit(jact.grad(layers, policy=plan))(W, X[:size]))
     with pytest.raises(ValueError, match="another function.*also saves dot_general:2"):
         jact.make_plan(layers, dataclasses.replace(old, entries=old.entries[:2]))(W, X)
 
