@@ -13,6 +13,7 @@ import jact.memory
 import jact.presets
 from benchmarks.models import DTYPES, MODELS, Task
 from benchmarks.models.task import Wrap
+from jact.spelling import did_you_mean
 
 _DEAR = ("dot_general", "conv_general_dilated")
 
@@ -162,7 +163,10 @@ def names(
         for name in names:
             if name not in allowed:
                 choices = f"{separator} ".join(allowed)
-                raise argparse.ArgumentTypeError(f"unknown {kind} {name!r}; choose from {choices}")
+                hint = did_you_mean(name, allowed)
+                raise argparse.ArgumentTypeError(
+                    f"unknown {kind} {name!r}; choose from {choices}{hint}"
+                )
         return names
 
     return parse

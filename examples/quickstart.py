@@ -266,6 +266,7 @@ def main() -> None:
     rows, losses = train(options.steps, console)
     console.print(make_table(rows))
     draw(rows, losses, options.picture)
+    console.print(f"The curves and the peaks are in {options.picture.absolute()}", soft_wrap=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,6 +75,18 @@ def parse(description: str | None, arguments: Sequence[str] | None, steps: int) 
 
 def run(task: Task, options: Any) -> None:
     """Trains under the policy and, for comparison, in plain JAX, and prints a table."""
+    try:
+        _run(task, options)
+    except KeyboardInterrupt:
+        if options.checkpoints is None:
+            words = "Nothing was saved: give --checkpoints DIR, and a run can be resumed."
+        else:
+            words = "The same command again resumes from the last checkpoint."
+        print(f"\nStopped. {words}", file=sys.stderr)
+        sys.exit(130)
+
+
+def _run(task: Task, options: Any) -> None:
     console = rich.console.Console()
     policies = [options.policy, "off"] if options.comparison else [options.policy]
     runs = [train(task, policy, options, console) for policy in dict.fromkeys(policies)]
@@ -111,6 +124,23 @@ def train(task: Task, policy: str, options: Any, console: rich.console.Console) 
             state = manager.restore(latest, args=ocp.args.StandardRestore(state))
             first = latest
 
+    try:
+        return _train(task, policy, options, console, manager, state, first)
+    finally:
+        # Checkpoints are written in the background.
+        if manager is not None:
+            manager.close()
+
+
+def _train(
+    task: Task,
+    policy: str,
+    options: Any,
+    console: rich.console.Console,
+    manager: ocp.CheckpointManager | None,
+    state: Any,
+    first: int,
+) -> Run:
     begin = time.perf_counter()
     step = task.make_step(policy).lower(state, task.batch(first)).compile()
     compile_seconds = time.perf_counter() - begin
@@ -132,8 +162,6 @@ def train(task: Task, policy: str, options: Any, console: rich.console.Console) 
         metrics = task.evaluate(state)
         shown = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
         progress.update(bar, shown=shown)
-    if manager is not None:
-        manager.close()
     return Run(
         policy=policy,
         step=step,

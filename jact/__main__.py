@@ -4,9 +4,9 @@
     python -m jact peak train:step_and_args --target h100
     python -m jact max-batch train:make_step --memory "16 GiB" --policies off,int4
 
-The function that is named returns what is asked about, with its arguments as arrays or as
-`jax.ShapeDtypeStruct`s; it is called under `jax.eval_shape`, so it may well make parameters: none
-is allocated.
+The function that is named returns `(fn, args)`: what is asked about, and the tuple of its
+arguments, arrays or `jax.ShapeDtypeStruct`s. It is called under `jax.eval_shape`, so it may well
+make parameters: none is allocated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import rich.console
 
 import jact
 from jact import memory, presets
+from jact.memory.max_batch import step_and_args
 from jact.memory.sizes import format_bytes, parse_bytes
+from jact.spelling import did_you_mean
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,8 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     report = _add(commands, "report", _report, "what a loss saves for its backward pass")
-    report.add_argument("--policy", choices=presets.NAMES, default="int4", help="how it is stored")
-    report.add_argument("--against", choices=presets.NAMES, help="a policy to compare it with")
+    named = {"type": _policy, "metavar": "NAME"}
+    report.add_argument("--policy", **named, default="int4", help="how it is stored")
+    report.add_argument("--against", **named, help="a policy to compare it with")
     report.add_argument("--has-aux", action="store_true", help="the loss returns auxiliary data")
     report.add_argument("--peak", action="store_true", help="compile the gradient for its peak")
     peak = _add(commands, "peak", _peak, "the peak memory of a step")
@@ -84,11 +87,20 @@ def _add(
     takes = "(size, policy)" if name == "max-batch" else "no arguments"
     gives = "(loss, args)" if name == "report" else "(step, args)"
     parser.add_argument(
-        "function", metavar="MODULE:FUNCTION", help=f"takes {takes} and returns {gives}"
+        "function",
+        metavar="MODULE:FUNCTION",
+        help=f"takes {takes} and returns {gives}, where args is a tuple",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
     return parser
+
+
+def _policy(name: str) -> str:
+    if name not in presets.NAMES:
+        choices, hint = ", ".join(presets.NAMES), did_you_mean(name, presets.NAMES)
+        raise argparse.ArgumentTypeError(f"must be one of {choices}; got {name!r}{hint}")
+    return name
 
 
 def _report(chosen: argparse.Namespace) -> tuple[Any, Any]:
@@ -169,9 +181,7 @@ def _described(function: Callable[[], Any]) -> tuple[Callable[..., Any], tuple[A
 
     def arguments() -> list[Any]:
         result = function()
-        if not (isinstance(result, tuple) and len(result) == 2 and callable(result[0])):
-            raise ValueError(f"the function must return (step, args), got {type(result).__name__}")
-        step, args = result
+        step, args = step_and_args(result, "the function")
         leaves, tree = jax.tree.flatten(tuple(args))
         steps.append((step, tree))
         static.update({i: leaf for i, leaf in enumerate(leaves) if not _is_array(leaf)})

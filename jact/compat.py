@@ -120,6 +120,24 @@ def any_tracer(tree: Any) -> bool:
     return any(map(is_tracer, jax.tree.leaves(tree)))
 
 
+def any_staged(tree: Any) -> bool:
+    """Whether a pytree holds a value of a program that is being made, for `jax.jit` say.
+
+    What is differentiated or mapped outside of one (`jax.grad`, `jax.vmap`) runs as it is traced.
+    """
+    return any(_is_staged(_innermost(x)) for x in jax.tree.leaves(tree))
+
+
+def _innermost(x: Any) -> Any:
+    """What a value is under transformations that run as they trace, `jax.grad` and `jax.vmap`."""
+    while is_tracer(x) and not _is_staged(x):
+        inner = getattr(x, "primal", getattr(x, "val", None))
+        if inner is None:
+            break
+        x = inner
+    return x
+
+
 def is_differentiated(x: Any) -> bool:
     """Whether a value is one that is being differentiated with respect to, or follows from one."""
     return type(x).__name__ in ("JVPTracer", "LinearizeTracer")

@@ -11,8 +11,8 @@ Each door is a module (`jact.linen`, `jact.nnx`) of these functions:
   None for itself;
 - `is_method(method)`: whether a bound method is one of a module's own.
 
-A door whose modules are no pytrees to `jax.jit` also has `jit`, `map_arrays` and `functional`; see
-`jact.nnx`.
+A door whose modules are no pytrees to `jax.jit` also has `jit`, `map_arrays` and `functional`, and
+one whose modules are pytrees to `jax.grad` has `not_differentiated`; see `jact.nnx`.
 
 A door is imported when its half of Flax has been: nothing else can be a module of it.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -40,6 +40,13 @@ def of_target(target: Any) -> Any | None:
 def of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
     """The door that a call's arguments need; None where arrays are all that matters."""
     return next((door for door in _doors() if door.takes(args, kwargs)), None)
+
+
+def not_differentiated(args: Sequence[Any]) -> str:
+    """Why `jax.grad` does not take modules among some arguments; empty where it does."""
+    door = of_call(tuple(args), {})
+    tell = getattr(door, "not_differentiated", None)
+    return "" if tell is None else tell(args)
 
 
 def of_owner(owner: type) -> Any | None:

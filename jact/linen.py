@@ -24,6 +24,9 @@ from jact.transform import Compressed
 type Keep = int | str | Sequence[int | str]
 type IsKept = Callable[[int | str], bool]
 
+#: The attribute of a compressed class that has the plain class, and each method's policy.
+_CHOSEN = "_jact_chosen"
+
 #: The name under which a lifted function takes variables and random streams.
 _STATE = "variables and random streams"
 
@@ -48,8 +51,11 @@ def compress(
         return functools.partial(cls, *target.args, **target.keywords)
     if policy is None:
         return target
+    # Of a class that is compressed already, methods take the new policy instead of the old one.
+    plain, chosen = vars(target).get(_CHOSEN, (target, ()))
+    new = dict.fromkeys(methods or ("__call__",), (policy, _hashable(keep)))
     # A class of its own for every call of `nn.compact` would be slow, and never equal to itself.
-    return _class(target, policy, _hashable(keep), tuple(methods or ("__call__",)))
+    return _class(plain, tuple((dict(chosen) | new).items()))
 
 
 def takes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -154,10 +160,10 @@ def _lift(
 
 @functools.lru_cache(maxsize=256)
 def _class(
-    cls: type[nn.Module], policy: Resolved, keep: Any, methods: tuple[str, ...]
+    cls: type[nn.Module], methods: tuple[tuple[str, tuple[Resolved, Any]], ...]
 ) -> type[nn.Module]:
     options = {}
-    for name in methods:
+    for name, (policy, keep) in methods:
         if not any(callable(vars(base).get(name)) for base in cls.__mro__):
             raise TypeError(
                 f"{cls.__name__} has no method {name!r} to compress; name those to compress: "
@@ -169,6 +175,7 @@ def _class(
     # Flax names modules after their class, and draws their parameters by that name.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(lifted, attribute, getattr(cls, attribute))
+    setattr(lifted, _CHOSEN, (cls, methods))
     return lifted
 
 

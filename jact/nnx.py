@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jact import compat
@@ -232,6 +233,26 @@ def _loss(function: Compressed, args: tuple[Any, ...]) -> _Loss:
     positions = [i % max(len(args), 1) for i in function._differentiated]
     parameters = dict.fromkeys(positions, nnx.Param)
     return _Loss(function.__wrapped__, parameters, function._has_aux, function.policy)
+
+
+def not_differentiated(args: Sequence[Any]) -> str:
+    """Why `jax.grad`, to which modules are pytrees, does not take some of them; else empty."""
+    for leaf in jax.tree.leaves(args, is_leaf=_is_node):
+        if not isinstance(leaf, nnx.Pytree):
+            continue
+        others = {str(x.dtype) for x in jax.tree.leaves(leaf) if not _is_differentiable(x)}
+        if others:
+            return (
+                f"a {type(leaf).__name__} has state that has no gradient, of dtype "
+                f"{', '.join(sorted(others))} (such as counts and keys of random streams). Use "
+                "jact.nnx.value_and_grad or jact.nnx.grad, which take the place of flax.nnx's and "
+                "differentiate the parameters alone."
+            )
+    return ""
+
+
+def _is_differentiable(x: Any) -> bool:
+    return not hasattr(x, "dtype") or jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 #: What takes the place of `jax.jit` for functions with modules among their arguments.

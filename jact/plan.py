@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from jact import codecs, policy, presets
 from jact.codecs import Codec
 from jact.policy import Policy
+from jact.spelling import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +72,17 @@ class Plan:
         if unknown:
             raise ValueError(
                 f"the plan has no residual named {', '.join(unknown)}; "
-                f"it has {', '.join(self.codecs)}"
+                f"it has {', '.join(self.codecs)}{did_you_mean(unknown[0], self.codecs)}"
             )
         entries = ((n, codecs.resolve(changes[n]) if n in changes else c) for n, c in self.entries)
         return Plan(tuple(entries), self.basis, self.operations)
+
+    def __str__(self) -> str:
+        """A table: the name of each residual and of its codec."""
+        width = max((len(name) for name, _ in self.entries), default=0)
+        lines = [f"plan of {len(self.entries)} residuals"]
+        lines += [f"  {name:<{width}}  {codec.name}" for name, codec in self.entries]
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """The plan as a JSON document."""
@@ -144,6 +152,7 @@ def resolve(policy: PolicyLike) -> Resolved | None:
             raise ValueError(
                 f"policy must be one of {', '.join(presets.NAMES)}, or a codec, a jact.Policy, a "
                 f"jact.Plan or a jact.Controller; got {policy!r}"
+                f"{did_you_mean(policy, presets.NAMES)}"
             )
         if policy in presets.POLICIES:
             return presets.POLICIES[policy]

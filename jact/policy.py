@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jact import codecs
 from jact.codecs import Codec
+from jact.spelling import did_you_mean
 
 #: What a rule may say besides a codec.
 type Action = Codec | Literal["keep", "recompute"]
@@ -179,9 +180,12 @@ class Policy:
 def _resolve(codec: Any, argument: str, words: tuple[str, ...]) -> Codec:
     """The codec that a preset names; the message on any other name lists the words, too."""
     if isinstance(codec, str) and codec not in codecs.PRESETS:
-        hint = '; to leave residuals as they are, say "keep"' if codec == "off" else ""
-        choices = ", ".join((*codecs.PRESETS, *words))
-        raise ValueError(f"{argument} must be one of {choices}, or a codec; got {codec!r}{hint}")
+        choices = dict.fromkeys((*codecs.PRESETS, *words))
+        hint = '; to leave residuals as they are, say "keep"'
+        hint = hint if codec == "off" else did_you_mean(codec, choices)
+        raise ValueError(
+            f"{argument} must be one of {', '.join(choices)}, or a codec; got {codec!r}{hint}"
+        )
     return codecs.resolve(codec)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
 
-from jact import doors
+from jact import compat, doors, guidance
 from jact.engine.compressed import Prepared, compressed, prepare
 from jact.engine.select import plan_of
 from jact.engine.trace import Traced, function_name, keep_filter
@@ -202,6 +201,7 @@ class Compressed:
     ) -> Prepared:
         """`prepare` for arguments that are pytrees of arrays, whatever their nodes."""
         traced = self.trace(args, kwargs)
+        guidance.refuse_symbolic(traced)
         outs = [v.aval.shape for v in traced.closed.jaxpr.outvars]
         if self._differentiated and outs[: traced.num_differentiated_outputs] != [()]:
             raise TypeError(
@@ -215,6 +215,12 @@ class Compressed:
             traced.num_differentiated_outputs,
             self.basis,
             rewritten,
+        )
+
+    def is_gradient(self, args: Any) -> bool:
+        """Whether a call with these arguments is seen to be differentiated."""
+        return bool(self._differentiated) or any(
+            map(compat.is_differentiated, jax.tree.leaves(args))
         )
 
     @property
@@ -238,7 +244,11 @@ class Compressed:
         """The function traced at some arguments that are pytrees of arrays."""
         differentiated = [n % max(len(args), 1) for n in self._differentiated]
         fun = self.__wrapped__
-        return Traced(fun, args, kwargs, self.is_kept, self._has_aux, differentiated)
+        with guidance.on_tracing():
+            traced = Traced(fun, args, kwargs, self.is_kept, self._has_aux, differentiated)
+        if self.is_gradient(traced.values):
+            guidance.refuse_symbolic(traced)
+        return traced
 
     def __set_name__(self, owner: type, name: str) -> None:
         # Flax looks at the methods of a new class, and wants functions.
@@ -307,7 +317,7 @@ def value_and_grad(
     """
     function = _differentiated(fun, argnums, has_aux, policy)
     options = _options(argnums, has_aux, holomorphic, allow_int, reduce_axes)
-    return jax.value_and_grad(function, **options)
+    return guidance.on_modules(jax.value_and_grad(function, **options), argnums, allow_int)
 
 
 def grad(
@@ -328,7 +338,7 @@ def grad(
     """
     function = _differentiated(fun, argnums, has_aux, policy)
     options = _options(argnums, has_aux, holomorphic, allow_int, reduce_axes)
-    return jax.grad(function, **options)
+    return guidance.on_modules(jax.grad(function, **options), argnums, allow_int)
 
 
 def make_plan(
@@ -395,11 +405,9 @@ def _differentiated(
             f"argnums must be an integer or a sequence of integers, got {argnums!r}; "
             f"to choose a policy, say policy={argnums!r}"
         )
-    try:
-        differentiated: tuple[int, ...] = (operator.index(argnums),)  # type: ignore[arg-type]
-    except TypeError:
-        differentiated = tuple(argnums)  # type: ignore[arg-type]
-    return Compressed(fun, resolve(policy), lambda where: True, has_aux, differentiated)
+    return Compressed(
+        fun, resolve(policy), lambda where: True, has_aux, guidance.positions(argnums)
+    )
 
 
 def _options(

@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import pathlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -35,6 +36,19 @@ _BATCHES = 2
 
 #: Measurements in a row that may come out as infinite or NaN before the next period is waited for.
 _RETRIES = 5
+
+
+class _Owner:
+    """Identifies a controller, and says how one is saved, as it cannot be pickled."""
+
+    def __deepcopy__(self, memo: Any) -> _Owner:
+        return _Owner()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a jact.Controller cannot be pickled, as it holds compiled steps: use "
+            "controller.save(path), or controller.state, and load or restore it in another one"
+        )
 
 
 class Controller:
@@ -122,6 +136,8 @@ class Controller:
         max_compiled: int = 4,
         seed: int = 0,
     ):
+        # First, so that pickling fails with its message.
+        self._owner = _Owner()
         if bits is None and fraction is None and memory is None:
             bits = 4
         self.budget = Budget(bits=bits, fraction=fraction, memory=memory)
@@ -135,7 +151,6 @@ class Controller:
             raise ValueError(f"min_gain must be at least 0 and below 1, got {min_gain!r}")
         self.min_gain = min_gain
         self.max_compiled = defaults.at_least(2, max_compiled, "max_compiled")
-        self._owner = object()
         self._basis = defaults.basis(policy, bits)
         candidates = defaults.candidates(codecs, bits)
         self._mode = Probing(
@@ -262,8 +277,25 @@ class Controller:
         if isinstance(mode, Listing) and mode.owner is self._owner:
             return modes.run_listing(function, args, kwargs, mode)
         if not (isinstance(mode, Fixed) and mode.owner is self._owner):
+            self._warn_if_stuck(function, (args, kwargs))
             mode = Fixed(self._owner, self._at.plans or (), self._basis)
         return modes.run_fixed(function, args, kwargs, mode)
+
+    def _warn_if_stuck(self, function: Any, args: Any) -> None:
+        """Warns of a gradient that `jax.jit` compiles where nothing was given to `jit`.
+
+        A controller with a step of its own may serve other functions, too; they follow its plan.
+        """
+        if self._steps is not None or self._at.plans is not None:
+            return
+        if function.is_gradient(args) and compat.any_staged(args):
+            warnings.warn(
+                f"{function!r} is compiled by jax.jit with a jact.Controller as its policy, which "
+                "measures and adapts only in a step that controller.jit compiles: here the policy "
+                "never changes. Above the training step, write @controller.jit in the place of "
+                "@jax.jit.",
+                skip_file_prefixes=compat.LIBRARY_FOLDERS,
+            )
 
     # What its step calls.
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -180,7 +181,8 @@ def max_batch(
         The largest size for each policy.
 
     Raises:
-        TypeError: `memory` is neither an integer nor a string.
+        TypeError: `memory` is neither an integer nor a string, or `make_step` returns something
+            else than a pair of a function and its arguments.
         ValueError: `memory` is no size, `policies` is empty, `start`, `multiple` or `limit` is
             below 1, `limit` is below `multiple`, `tolerance` is negative, or `target` is unknown.
         MissingPluginError: the target's compiler is not installed.
@@ -262,7 +264,7 @@ def _compile(
     smallest: int,
 ) -> Probe:
     """Compiles one size; `smallest` is the least one that was tried before."""
-    step, args = make_step(size, policy)
+    step, args = step_and_args(make_step(size, policy), "make_step")
     try:
         analysis = analyze(step, *args, target=target)
     except RuntimeError as error:  # jax.errors.JaxRuntimeError is one, too.
@@ -275,6 +277,29 @@ def _compile(
         error.add_note(f"This was raised while the step of size {size} was compiled.")
         raise
     return Probe(size, analysis.total_bytes, analysis.argument_bytes)
+
+
+def step_and_args(result: Any, name: str) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """The function and the arguments that a user's function returned.
+
+    Args:
+        result: what it returned.
+        name: what to call it in the message.
+
+    Raises:
+        TypeError: it is no pair of a function and a tuple or list.
+    """
+    if isinstance(result, tuple) and len(result) == 2:
+        step, args = result
+        if callable(step) and isinstance(args, tuple | list):
+            return step, args
+    items = result if isinstance(result, tuple) else (result,)
+    shown = ", ".join("array" if isinstance(x, jax.Array) else type(x).__name__ for x in items)
+    shown = f"({shown})" if isinstance(result, tuple) else shown
+    raise TypeError(
+        f"{name} must return a pair (fn, args), args being the tuple of fn's arguments, as in "
+        f"`return step, (params, batch)`; got {shown}"
+    )
 
 
 def _largest(name: str, probes: Sequence[Probe], memory: int, seconds: float) -> Largest:

@@ -6,6 +6,7 @@ program and without allocating anything: for the device at hand, or for one that
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -90,7 +91,7 @@ def peak(fun: Callable[..., Any], *args: Any, target: str | None = None, **kwarg
         target: the device to compile for: None (JAX's default backend), or, without that device,
             one of `jact.memory.TARGETS`: "h100", "h200", "a100", "b200", "t4", "l4", "rtx4090",
             "v5e", "v5p" or "v6e". These need the compiler that JAX's plugins hold (`pip install
-            "jact-jax[cuda12]"`, or `[tpu]`). One device is compiled for, and shardings are dropped;
+            "jax[cuda12]"`, or `"jax[tpu]"`). One device is compiled for, and shardings are dropped;
             or several, as in "h100x8" and "v5e:2x4", and then an argument's `NamedSharding` holds,
             whatever its mesh is made of, and figures are those of each device. (A mesh that `fun`
             itself names must be `jact.memory.mesh(target, ...)`.) Set `JAX_PLATFORMS=cpu` on a
@@ -188,9 +189,12 @@ def _lower(
 
     # Without arguments, the results say for which device; on several devices XLA chooses how they
     # are laid out.
-    if target is None or (arrays and len(targets.devices(target)) > 1):
-        return jax.jit(call).lower(arrays)
-    return jax.jit(call, out_shardings=targets.sharding(target)).lower(arrays)
+    free = target is None or (arrays and len(targets.devices(target)) > 1)
+    options: dict[str, Any] = {} if free else {"out_shardings": targets.sharding(target)}
+    with warnings.catch_warnings():
+        # This `jax.jit` is no training step of the user's.
+        warnings.filterwarnings("ignore", message=r".* with a jact\.Controller as its policy")
+        return jax.jit(call, **options).lower(arrays)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -293,6 +293,6 @@ def _pyplot() -> Any:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError(
-            'pictures need matplotlib, which is not installed: pip install "jact-jax[plot]"'
+            "pictures need matplotlib, which is not installed: pip install matplotlib"
         ) from error
     return plt

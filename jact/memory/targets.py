@@ -21,6 +21,8 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from jact.spelling import did_you_mean
+
 # The entry-point group by which JAX itself discovers its plugins.
 _PLUGIN_GROUP = "jax_plugins"
 _CUDA_PLUGIN_PREFIX = "xla_cuda"
@@ -49,7 +51,7 @@ class Target:
     Attributes:
         platform: JAX's name of the platform, "cuda" or "tpu".
         device: what the name stands for, for people.
-        extra: the extra of `jact-jax` that installs the platform's compiler.
+        extra: the extra of `jax` that installs the platform's compiler; jact has one of that name.
         topology: the smallest TPU topology with this device; its first device is used where one is
             asked for. Empty for a GPU, which is described by the file `devices/<name>.txtpb`.
     """
@@ -172,7 +174,8 @@ def devices(name: str) -> tuple[Any, ...]:
     if not _has_compiler(target.platform):
         raise MissingPluginError(
             f"target={name!r} ({target.device}) needs JAX's {target.platform} plugin, which is not "
-            f'installed: pip install "jact-jax[{target.extra}]". The device itself is not needed.'
+            f'installed: pip install "jax[{target.extra}]", or in a checkout of jact '
+            f'pip install -e ".[{target.extra}]". The device itself is not needed.'
         )
     if target.topology:
         found = _tpu_topology(topology or target.topology).devices
@@ -198,7 +201,7 @@ def _parsed(name: str) -> tuple[str, int, str]:
             return kind, count, ""
     raise ValueError(
         f"target must be None, one of {', '.join(map(repr, TARGETS))}, or several of them, as in "
-        f"'h100x8' or 'v5e:2x4'; got {name!r}."
+        f"'h100x8' or 'v5e:2x4'; got {name!r}{did_you_mean(name, TARGETS)}."
     )
 
 

@@ -100,7 +100,7 @@ def _triton_problem() -> str | None:
     try:
         module = importlib.import_module("jax_triton")
     except ImportError as error:
-        return f"jax-triton cannot be imported ({error}); install jact-jax[triton]"
+        return f"jax-triton cannot be imported ({error}); pip install jax-triton"
     kernel = importlib.import_module("jact_kernels.mask.triton_gpu").pack_kernel
     out_type = jax.ShapeDtypeStruct((8,), "uint8")
     sizes = {"OUTER": 1, "LENGTH": 64, "INNER": 1, "BLOCK": 8}

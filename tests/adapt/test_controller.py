@@ -1,6 +1,8 @@
 """The controller, one behaviour after the other."""
 
+import copy
 import logging
+import pickle
 import threading
 import time
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import jact
+import jact.memory
 from jact.adapt.steps import Program
 from tests.adapt.steps import Drifting, batch, branches, controller, loss, params, sgd, train
 
@@ -297,10 +300,11 @@ def test_inner_functions_are_traced_for_each_plan():
 
 def test_outside_of_its_step_a_function_follows_the_present_plan():
     c = controller()
+    step = sgd(c)
     before = jax.jit(jact.grad(loss, policy=c))(params(), batch(0))
     expected = jax.jit(jact.grad(loss, policy="int4"))(params(), batch(0))
     np.testing.assert_array_equal(before[0], expected[0])
-    sgd(c)(params(), batch(0))
+    step(params(), batch(0))
     after = jax.jit(lambda *a: jact.grad(loss, policy=c)(*a))(params(), batch(0))
     expected = jax.jit(jact.grad(loss, policy=c.plan))(params(), batch(0))
     np.testing.assert_array_equal(after[0], expected[0])
@@ -423,3 +427,50 @@ class TestBatchSizes:
         other = controller(every=4, switch_after=1)
         other.restore(c.state)
         assert other._at == c._at and other._at.waited == 2
+
+
+def gradient(c: jact.Controller):
+    return jact.value_and_grad(loss, policy=c)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_warns_where_plain_jit_compiles_the_step(nested):
+    c = controller()
+    step = jax.jit(jax.vmap(gradient(c), (None, 0)) if nested else gradient(c))
+    x = batch(0)[None] if nested else batch(0)
+    with pytest.warns(UserWarning, match="write @controller.jit in the place of @jax.jit") as found:
+        step(params(), x)
+    assert found[0].filename == __file__
+
+
+def test_warns_of_a_compressed_part_under_plain_jit():
+    part = jact.compress(loss, controller())
+    with pytest.warns(UserWarning, match="write @controller.jit"):
+        jax.jit(jax.grad(part))(params(), batch(0))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda c: gradient(c)(params(), batch(0)),
+        lambda c: jax.vmap(gradient(c), (None, 0))(params(), batch(0)[None]),
+        lambda c: jax.grad(jact.compress(loss, c))(params(), batch(0)),
+        lambda c: jax.jit(jact.compress(loss, c))(params(), batch(0)),
+        lambda c: jact.report(loss, c)(params(), batch(0)),
+        lambda c: jact.make_plan(gradient(c))(params(), batch(0)),
+        lambda c: jact.memory.peak(gradient(c), params(), batch(0)),
+        lambda c: c.jit(lambda p, x: jax.jit(gradient(c))(p, x))(params(), batch(0)),
+        lambda c: (sgd(c), jax.jit(gradient(c))(params(), batch(0))),
+    ],
+    ids=["eager", "vmap", "compress", "evaluation", "report", "plan", "peak", "nested", "beside"],
+)
+def test_does_not_warn_elsewhere(use):
+    """Warnings are errors here."""
+    use(controller())
+
+
+def test_pickling_says_how_to_save():
+    c = controller()
+    with pytest.raises(TypeError, match=r"use controller\.save\(path\)"):
+        pickle.dumps(c)
+    assert copy.copy(c).plan is copy.deepcopy(c).plan is None

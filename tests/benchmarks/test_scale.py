@@ -73,3 +73,18 @@ def test_a_loop_of_blocks_is_the_network_written_out() -> None:
             stacked(new_state["batch_stats"])["Stage_0"],
         )
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "transformer_smal"], 'did you mean "transformer_small"?'),
+        (["--policies", "off,INT4"], 'did you mean "int4"?'),
+    ],
+)
+def test_unknown_names(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["peak", *arguments])
+    assert message in capsys.readouterr().err

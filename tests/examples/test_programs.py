@@ -1,11 +1,14 @@
 """The example programs: a few steps each, and a resumed run goes on as an uninterrupted one."""
 
+import dataclasses
 import importlib
 import json
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.compilation import compile_quickly
@@ -61,3 +64,42 @@ def test_compares_and_resumes(
     parts = run("parts", 4, *folder)
     assert [x["loss"] for x in parts if "loss" in x] == ours
     assert [x["step"] for x in parts if "loss" in x] == [0, 1, 2, 3]
+
+
+def test_an_interrupted_run_says_how_to_resume(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    training = importlib.import_module("training")
+
+    @jax.jit
+    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        return {"sum": state["sum"] + batch}, state["sum"].sum()
+
+    def batch(number: int) -> Any:
+        if number == 3:
+            raise KeyboardInterrupt
+        return jnp.ones(2)
+
+    task = training.Task(
+        title="a sum",
+        init=lambda: {"sum": jnp.zeros(2)},
+        make_step=lambda policy: step,
+        batch=batch,
+        evaluate=lambda state: {"sum": float(state["sum"].sum())},
+    )
+    folder = ["--checkpoints", str(tmp_path / "checkpoints"), "--save-every", "2"]
+    for more, words in (
+        ([], "Nothing was saved"),
+        (folder, "same command again resumes from the last checkpoint"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            training.run(task, training.parse("", more, steps=5))
+        assert caught.value.code == 130
+        assert words in capsys.readouterr().err
+    log = tmp_path / "log"
+    once_more = dataclasses.replace(task, batch=lambda number: jnp.ones(2))
+    training.run(
+        once_more, training.parse("", [*folder, "--no-comparison", "--log", str(log)], steps=5)
+    )
+    assert [x["step"] for x in lines(log) if "loss" in x] == [2, 3, 4]

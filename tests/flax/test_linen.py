@@ -464,6 +464,34 @@ def test_call_in_method_and_static_arguments() -> None:
     checks.assert_close(run(compress(Choosy)), run(Choosy), checks.TOLERANCE)
 
 
+def test_compressed_twice() -> None:
+    """The outer policy holds, method by method; a class that inherits has its own."""
+    once = jact.compress(Autoencoder, policy="int8", methods=["encode"])
+    assert jact.compress(once, policy="int2", methods=["encode"]) is jact.compress(
+        Autoencoder, policy="int2", methods=["encode"]
+    )
+    both = jact.compress(once, policy="int8", methods=["decode"])
+    assert both is jact.compress(Autoencoder, policy="int8", methods=["encode", "decode"])
+
+    Inner = jact.compress(nn.Dense, policy="int2")  # noqa: N806
+
+    class Heir(Inner):
+        pass
+
+    assert issubclass(jact.compress(Heir, policy="int8"), Heir)
+    exact = jact.Policy(default="keep")
+    outer = jact.compress(jact.compress(nn.Dense(WIDTH), policy="int2"), policy=exact)
+    params = outer.init(jax.random.key(0), X)
+
+    def loss(model: nn.Module) -> Callable[..., jax.Array]:
+        # What the block reads is made within the loss: its own argument would live anyway.
+        return lambda params, x: jnp.sum(model.apply(params, jnp.tanh(x)) ** 2)
+
+    got = jax.grad(loss(outer))(params, X)
+    want = jax.grad(loss(nn.Dense(WIDTH)))(params, X)
+    checks.assert_close(got, want, 1e-6)
+
+
 def test_off_is_the_module_itself() -> None:
     assert jact.compress(Block, "off") is Block
     module = Block()

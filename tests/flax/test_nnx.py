@@ -454,6 +454,28 @@ def test_plan_and_report() -> None:
     checks.assert_equal(both(plan)[0], both("off")[0])
 
 
+@pytest.mark.parametrize("transform", [jact.grad, jact.value_and_grad])
+@pytest.mark.parametrize("inside", [False, True])
+def test_state_that_has_no_gradient(transform: Any, inside: bool) -> None:
+    """The counts and keys of dropout, which JAX refuses before the function is called."""
+    model: Any = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    model = [nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), model)] if inside else model
+
+    def loss(model: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((model[0] if inside else model)(x) ** 2)
+
+    with pytest.raises(TypeError, match=r"uint32.*Use jact\.nnx\.value_and_grad"):
+        transform(loss)(model, jnp.ones((32, 8)))
+    with pytest.raises(TypeError, match="real- or complex-valued") as plain:
+        transform(lambda i, x: loss(model, x))(jnp.arange(3), jnp.ones((32, 8)))
+    assert "nnx" not in str(plain.value)
+    argnums = nnx.DiffState(0, nnx.Param)
+    value, _ = jact.nnx.value_and_grad(lambda m, x: m(x).sum(), argnums=argnums)(
+        model[0] if inside else model, jnp.ones((32, 8))
+    )
+    assert jnp.isfinite(value)
+
+
 def test_errors() -> None:
     class Silent(nnx.Module):
         pass

@@ -54,6 +54,14 @@ def wrong():
     return loss
 
 
+def flat():
+    return loss, *arrays()[1]
+
+
+def one():
+    return loss, jnp.ones((64, 64))
+
+
 number = 3
 """
 
@@ -117,7 +125,10 @@ def test_other_arguments_are_constants(capsys: pytest.CaptureFixture[str]) -> No
         (("peak", "some_steps:nothing"), "some_steps has no 'nothing'"),
         (("peak", "no_such_module:f"), "No module named 'no_such_module'"),
         (("peak", "some_steps:number"), "must be a function, got int"),
-        (("peak", "some_steps:wrong"), r"must return (step, args), got function"),
+        (("peak", "some_steps:wrong"), "must return a pair (fn, args)"),
+        (("peak", "some_steps:flat"), "as in `return step, (params, batch)`; got (function, array"),
+        (("report", "some_steps:one"), "args being the tuple of fn's arguments"),
+        (("report", "some_steps:arrays", "--policy", "INT4"), 'did you mean "int4"?'),
         (("peak", "some_steps:step", "--target", "h1"), "target must be None, one of"),
         (("max-batch", "some_steps:sizes", "--memory", "much"), "memory must be a number"),
     ],

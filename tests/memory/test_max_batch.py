@@ -155,3 +155,12 @@ def test_a_size_that_is_not_compiled_is_too_large() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="jact_unknown") as raised:
         jact.memory.max_batch(refusing, "4 MiB", policies=["off"], start=40, progress=False)
     assert "size 40" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("result", "got"),
+    [(3, "got int"), ((None, ()), r"got \(NoneType, tuple\)"), ((jnp.sin, jnp.ones(3)), "array")],
+)
+def test_make_step_must_return_a_pair(result: Any, got: str) -> None:
+    with pytest.raises(TypeError, match=rf"make_step must return a pair \(fn, args\).*{got}"):
+        jact.memory.max_batch(lambda size, policy: result, "1 MiB", progress=False)

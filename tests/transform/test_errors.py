@@ -3,7 +3,9 @@
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jact
@@ -110,10 +112,18 @@ def test_plan_of_a_function_left_alone() -> None:
     ("make", "error", "match"),
     [
         (lambda: jact.grad(net, "int2"), TypeError, "argnums.*policy='int2'"),
+        (lambda: jact.grad(net, PARAMS, X), TypeError, r"argnums must be.*\(loss\)\(params"),
+        (lambda: jact.value_and_grad(net, X), TypeError, "argnums must be an integer"),
+        (lambda: jact.grad(net, argnums=(0, "1")), TypeError, "argnums must be an integer"),
         (lambda: jact.compress(net, keep=1.5), TypeError, "keep must hold"),
         (lambda: jact.Policy(rules=jact.Rule("*", "int4")), TypeError, "rules must be a sequence"),
         (lambda: jact.Policy(default="off"), ValueError, 'say "keep"'),
         (lambda: jact.Rule("*", "int9"), ValueError, "recompute"),
+        (lambda: jact.Rule("*", "INT4"), ValueError, 'did you mean "int4"'),
+        (lambda: jact.Policy(default="kep"), ValueError, 'did you mean "keep"'),
+        (lambda: jact.grad(net, policy="INT4"), ValueError, 'did you mean "int4"'),
+        (lambda: jact.grad(net, policy="gact-1"), ValueError, 'did you mean "gact-l1"'),
+        (lambda: jact.codecs.resolve("bfl6"), ValueError, 'did you mean "bf16"'),
         (lambda: jact.Rule("*", "int4", dtype="floaty"), ValueError, "dtype must be"),
         (lambda: jact.Rule("*", "int4", rank="x"), TypeError, "rank must be"),
         (lambda: jact.Rule("*", "int4", min_size=9, max_size=2), ValueError, "max_size must be"),
@@ -133,3 +143,82 @@ def test_unused_rule_warns_at_the_users_line() -> None:
     with pytest.warns(UserWarning, match="'nothing/\\*'.*dot_general") as records:
         jact.make_plan(net, policy)(PARAMS, X)
     assert records[0].filename == __file__
+
+
+def test_the_choices_of_a_rule_are_told_once() -> None:
+    with pytest.raises(ValueError, match="codec must be one of") as caught:
+        jact.Rule("*", "int9")
+    choices = str(caught.value).partition(", or a codec")[0].removeprefix("codec must be one of ")
+    names = choices.split(", ")
+    assert {"keep", "recompute", "int4"} < set(names) and len(names) == len(set(names))
+
+
+CONCRETE: dict[str, Any] = {
+    "if": lambda w, x, flag: jnp.sum(w * x) if flag else jnp.sum(w),
+    "int": lambda w, x, flag: jnp.sum(w[: int(flag)] * x[0]),
+    "numpy": lambda w, x, flag: jnp.sum(w) * float(np.sum(flag)),
+    "mask": lambda w, x, flag: jnp.sum(w * x[x > 0].sum()),
+}
+
+
+@pytest.mark.parametrize("name", CONCRETE)
+def test_values_that_tracing_lacks(name: str) -> None:
+    args = jnp.ones(3), jnp.ones(3), jnp.array(1)
+    jax.grad(CONCRETE[name])(*args)
+    nested = lambda *args: jact.compress(CONCRETE[name])(*args)  # noqa: E731
+    for fun in (CONCRETE[name], nested):
+        with pytest.raises(Exception, match="traced|boolean|Tracer") as caught:  # noqa: PT011
+            jact.grad(fun)(*args)
+        notes = [note for note in caught.value.__notes__ if "jact traces the whole" in note]
+        assert len(notes) == 1 and "jax.lax.cond or jnp.where" in notes[0]
+    # Whatever else is raised is none of it.
+    with pytest.raises(KeyError) as other:
+        jact.grad(lambda w: {}["missing"])(jnp.ones(3))
+    assert not any("jact" in note for note in getattr(other.value, "__notes__", ()))
+
+
+SYMBOLIC: dict[str, Any] = {
+    "grad": lambda: jact.grad(net),
+    "value_and_grad": lambda: jact.value_and_grad(net, argnums=(0, 1)),
+    "compress": lambda: jax.grad(jact.compress(net)),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_symbolic_shapes(name: str) -> None:
+    (batch,) = jax.export.symbolic_shape("batch,")
+    x = jax.ShapeDtypeStruct((batch, X.shape[1]), X.dtype)
+    with pytest.raises(NotImplementedError, match=r"symbolic shapes.*\(batch, "):
+        jax.export.export(jax.jit(SYMBOLIC[name]()))(PARAMS, x)
+    with pytest.raises(NotImplementedError, match="symbolic shapes"):
+        jact.make_plan(net)(PARAMS, x)
+
+
+def test_symbolic_shapes_without_a_gradient() -> None:
+    (batch,) = jax.export.symbolic_shape("batch,")
+    x = jax.ShapeDtypeStruct((batch, X.shape[1]), X.dtype)
+    for fun in (jact.compress(net), jact.grad(net, policy="off")):
+        exported = jax.export.export(jax.jit(fun))(PARAMS, x)
+        cases.assert_close(exported.call(PARAMS, X), jax.jit(fun)(PARAMS, X), 1e-5)
+
+
+def test_export_for_a_gpu() -> None:
+    """What docs/limits.md says of it. No GPU and no plugin is needed."""
+    gradient = jax.jit(jact.grad(net, policy=jact.Policy(min_bytes=0)))
+    with pytest.raises(ValueError, match="LayoutConstraint"):
+        jax.export.export(gradient, platforms=["cuda"])(PARAMS, X)
+    checks = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+    exported = jax.export.export(gradient, platforms=["cuda"], disabled_checks=checks)(PARAMS, X)
+    assert exported.platforms == ("cuda",)
+    assert jax.export.export(gradient, platforms=["cpu", "tpu"])(PARAMS, X).platforms
+
+
+def test_plan_prints_itself_as_a_table() -> None:
+    plan = jact.make_plan(net, jact.Policy(min_bytes=0))(PARAMS, X)
+    title, *lines = str(plan).splitlines()
+    assert title == f"plan of {len(plan.entries)} residuals" and len(lines) == len(plan.entries)
+    assert [tuple(line.split()) for line in lines] == list(plan.bits.items())
+    assert len({line.rindex(" ") for line in lines}) == 1
+    assert repr(plan).startswith("Plan(entries=((")
+    with pytest.raises(ValueError, match='did you mean "dot_general"'):
+        plan.replace({"Dot_general": "int8"})

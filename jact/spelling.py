@@ -1,0 +1,28 @@
+"""What a user may have meant by a name that there is not."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: object, allowed: Iterable[str]) -> str:
+    """The end of a message on an unknown name: the nearest of the names that there are.
+
+    Args:
+        name: what was given; anything but a string is like none of them.
+        allowed: the names.
+
+    Returns:
+        A text such as `'; did you mean "int4"?'`; empty where no name is alike. Case is ignored.
+
+    >>> did_you_mean("INT4", ["int8", "int4"])
+    '; did you mean "int4"?'
+    >>> did_you_mean("resnet", ["int8", "int4"])
+    ''
+    """
+    if not isinstance(name, str):
+        return ""
+    by_folded = {other.casefold(): other for other in allowed}
+    near = difflib.get_close_matches(name.strip().casefold(), by_folded, n=1)
+    return f'; did you mean "{by_folded[near[0]]}"?' if near else ""
