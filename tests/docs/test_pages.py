@@ -1,11 +1,16 @@
 """The pages' code runs as it stands there, block after block."""
 
 import doctest
+import json
 import pathlib
 import re
+import shlex
+import sys
 from typing import Any
 
 import pytest
+
+from jact import __main__ as command_line
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -34,3 +39,21 @@ def test_programs(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.
 def test_examples(page: str) -> None:
     results = doctest.testfile(str(DOCS / f"{page}.md"), module_relative=False)
     assert results.attempted > 5 and results.failed == 0
+
+
+def test_the_command_lines_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`train.py` of docs/memory.md serves the three commands that stand below it."""
+    text = (DOCS / "memory.md").read_text().partition("## From the command line")[2]
+    (file,) = BLOCK.findall(text)
+    commands = re.findall(r"^python -m jact (.*)$", text, re.MULTILINE)
+    assert [shlex.split(command)[0] for command in commands] == ["report", "peak", "max-batch"]
+    (tmp_path / "train.py").write_text(file.replace("4096", "256"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    for command in commands:
+        arguments = shlex.split(command.replace("1 GiB", "24 MiB"))
+        assert command_line.main([*arguments, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)
