@@ -73,6 +73,7 @@ def compress(
     Raises:
         TypeError: when `fun` is none of these, or `policy` or `keep` is of the wrong type.
         ValueError: for an unknown preset.
+        NotImplementedError: when differentiated at symbolic shapes (`jax.export.symbolic_shape`).
 
     References:
         Liu et al., GACT: Activation Compressed Training for Generic Network Architectures, ICML
@@ -302,6 +303,7 @@ def value_and_grad(
     Raises:
         TypeError: as `jax.value_and_grad` does, and for a policy of the wrong type.
         ValueError: for an unknown preset.
+        NotImplementedError: when called at symbolic shapes (`jax.export.symbolic_shape`).
 
     References:
         Chakrabarti and Moseley, Backprop with Approximate Activations for Memory-efficient Network

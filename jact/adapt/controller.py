@@ -75,7 +75,8 @@ class Controller:
     exactly `switch_after` steps after the probe. Were it taken as soon as it is ready, two runs of
     the same seed could differ. Only where it is not ready by then, training waits for it.
 
-    Outside of a step compiled by `jit`, functions with this policy follow the present plan.
+    Outside of a step compiled by `jit`, functions with this policy follow the present plan. Where
+    no step was given to `jit`, a gradient that `jax.jit` compiles warns: it would never adapt.
 
     Args:
         bits: average bits per element, as `Budget` has it. With neither `fraction` nor `memory`
