@@ -15,18 +15,18 @@ from benchmarks.models import DTYPES, MODELS, Task
 from benchmarks.models.task import Wrap
 from jact.spelling import did_you_mean
 
-_DEAR = ("dot_general", "conv_general_dilated")
+_EXPENSIVE = ("dot_general", "conv_general_dilated")
 
 
-def _saves_dear(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name in _DEAR
+def _saves_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name in _EXPENSIVE
 
 
 # Plain JAX with every block of the model in `nn.remat`, which keeps its input alone, or the results
 # of products and convolutions as well.
 REMAT: dict[str, Wrap] = {
     "remat": True,
-    "remat-dots": lambda block: nn.remat(block, policy=_saves_dear),
+    "remat-dots": lambda block: nn.remat(block, policy=_saves_expensive),
 }
 LABELS = {
     "off": "plain JAX",

@@ -27,10 +27,11 @@ class Plan:
             makes them.
         basis: the policy that chose *which* values are saved. Replacing an entry's codec does not
             change that choice.
-        operations: names of all dear operations (products, convolutions, loops) of the function
-            that the plan was made for. By these it is told from others where it saves what the plan
-            has no entry for. None where they are unknown, as for a plan made by hand, which has to
-            have an entry for all that is encoded. Plans that differ in this alone are equal.
+        operations: names of all expensive operations (products, convolutions, loops) of the
+            function that the plan was made for. By these it is told from others where it saves what
+            the plan has no entry for. None where they are unknown, as for a plan made by hand,
+            which has to have an entry for all that is encoded. Plans that differ in this alone are
+            equal.
 
     >>> import jact, jax.numpy as jnp
     >>> def loss(w, x):

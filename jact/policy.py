@@ -34,7 +34,7 @@ class Rule:
         name: a pattern (as in `fnmatch`) for the residual's name or for its last parts:
             `"Conv_1/*"` matches `Net/Block_3/Conv_1/conv_general_dilated`.
         codec: a codec, a preset's name, `"keep"` (save exactly) or `"recompute"` (run the operation
-            again in the backward pass, however dear it is).
+            again in the backward pass, however expensive it is).
         dtype: only residuals of this dtype; any when None.
         rank: only residuals of this number of axes; any when None.
         min_size: only residuals of at least this many elements.

@@ -63,9 +63,9 @@ PAPERS: Mapping[str, Policy] = MappingProxyType(
 )
 """The levels of three papers, as near as jact comes to them.
 
-What is saved is chosen by jact in every case: the results of dear operations, with masks and small
-arrays exact. So all of them save fewer values than the originals, and a gradient is nearer to the
-exact one.
+What is saved is chosen by jact in every case: the results of expensive operations, with masks and
+small arrays exact. So all of them save fewer values than the originals, and a gradient is nearer to
+the exact one.
 
 `gact-l1`, `gact-l1.1`, `gact-l1.2` (Liu et al., "GACT", ICML 2022: 4, 8 and 2 bits in groups of
 256, stochastic): groups lie along axes instead of the flattened array, ranges are rounded outwards

@@ -267,7 +267,7 @@ def draw(seed: int, most: int = 12) -> Program:
     shape = draft.random.choice(SHAPES)
     for _ in range(draft.random.choice((1, 1, 2))):
         draft.new_input(shape)
-    # Something dear at first, so that there is something to save.
+    # Something expensive at first, so that there is something to save.
     draws, weights = zip(*OPERATIONS, strict=True)
     length = draft.random.randint(3, most)
     add_one(draft, with_weight)

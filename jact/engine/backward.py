@@ -268,8 +268,8 @@ class _Residuals:
 
         results = [v for eqn in eqns for v in eqn.outvars]
         programs.evaluate(eqns, env, keep=results, after=hold)
-        # What a dear operation was run again from is decoded anew for its other readers: by then
-        # much else may have come and gone.
+        # What an expensive operation was run again from is decoded anew for its other readers: by
+        # then much else may have come and gone.
         spent = set()
         if any(v in self._held for v in results):
             spent = {v for v in [*to_decode, *results] if v not in self._held and v not in wanted}

@@ -1,7 +1,7 @@
-"""What an operation costs to run again, as data: the one place that says what is dear.
+"""What an operation costs to run again, as data: the one place that says what is expensive.
 
 The backward pass runs cheap operations again rather than saving their results. It never runs a
-*dear* one again, unless the policy says so.
+*expensive* one again, unless the policy says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jact.engine.program import Equation
 
 #: Operations that are never run again: products, convolutions, solvers, sorts, loops, foreign calls
 #: and communication.
-DEAR = {
+EXPENSIVE = {
     "dot_general",
     "ragged_dot",
     "ragged_dot_general",
@@ -204,20 +204,20 @@ MULTILINEAR = {"mul", "dot_general", "conv_general_dilated"}
 STATISTIC_FRACTION = 1 / 16
 
 
-def is_dear(eqn: Equation) -> bool:
-    """Whether an equation, or one inside of it, is too dear to run again."""
+def is_expensive(eqn: Equation) -> bool:
+    """Whether an equation, or one inside of it, is too expensive to run again."""
     name = eqn.primitive.name
-    return bool(eqn.effects) or name in DEAR or name in FACTORISATIONS or _holds_dear(eqn)
+    return bool(eqn.effects) or name in EXPENSIVE or name in FACTORISATIONS or _holds_expensive(eqn)
 
 
 def is_cheap_branch(eqn: Equation) -> bool:
     """Whether an equation is a `cond` of cheap branches, such as a codec's choice of rounding."""
-    return eqn.primitive.name == "cond" and not eqn.effects and not _holds_dear(eqn)
+    return eqn.primitive.name == "cond" and not eqn.effects and not _holds_expensive(eqn)
 
 
-def _holds_dear(eqn: Equation) -> bool:
+def _holds_expensive(eqn: Equation) -> bool:
     return any(
-        is_dear(inner)
+        is_expensive(inner)
         for jaxpr in jex.jaxprs_in_params(eqn.params)
         for inner in compat.equations(jaxpr)
     )

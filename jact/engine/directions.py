@@ -23,7 +23,8 @@ class Found:
 
     Attributes:
         candidates: name, shape and dtype of all that the policy may be asked about at some size.
-        operations: the dear operations, whatever is saved of them; they do not depend on sizes.
+        operations: the expensive operations, whatever is saved of them; they do not depend on
+            sizes.
         names: what a value that is saved may be called.
         encoded: what is saved and not exactly.
         inside: what the bodies save.

@@ -82,7 +82,7 @@ def run_forward(
         unsettled.clear()
 
     def settle_before(eqn: Equation) -> None:
-        if costs.is_dear(eqn):
+        if costs.is_expensive(eqn):
             settle([v for v in programs.operands(eqn) if v in selection.made])
 
     def encode_results(eqn: Equation) -> None:

@@ -1,9 +1,9 @@
 """The values of a forward pass: their origins, their names, and how each would be stored.
 
-A value is *made* when a dear operation or an encoded input stands behind it; other values follow
-cheaply from the arguments that are kept by reference anyway and are never saved. Some made values
-are *pinned*: they are never made again from what was saved, so that they, or something that follows
-from them, must be saved themselves.
+A value is *made* when an expensive operation or an encoded input stands behind it; other values
+follow cheaply from the arguments that are kept by reference anyway and are never saved. Some made
+values are *pinned*: they are never made again from what was saved, so that they, or something that
+follows from them, must be saved themselves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build(
     Args:
         linearized: the function.
         inputs: one for each of the forward program's inputs.
-        policy: says how each value would be stored, and which dear operations may be run again.
+        policy: says how each value would be stored, and which expensive operations may run again.
         derivatives: whether residuals that follow nonlinearly from inexact values are pinned.
         scope: what stands before the names of values where the policy is asked about them.
 
@@ -147,24 +147,24 @@ class _Builder:
         made = [self.graph.values[v] for v in operands if v in self.graph.values]
         base = f"{module_path(eqn)}{derivatives.tag(eqn) or eqn.primitive.name}"
         # A branch is pinned lest it be chosen by inexact values; of free ones it is free.
-        dear = not (not made and costs.is_cheap_branch(eqn)) and self._is_dear(eqn, base)
-        origin = origin_of_result((self.origins[v] for v in operands), dear)
+        expensive = not (not made and costs.is_cheap_branch(eqn)) and self._is_expensive(eqn, base)
+        origin = origin_of_result((self.origins[v] for v in operands), expensive)
         roots = frozenset().union(*map(self._roots, operands))
         # The statistics of scores that are computed again must be those of the scores as they come
         # out then: with the exact maximum and sum, the exponentials of a softmax need not be
         # bounded, nor add up to one.
-        rerun = not dear and (costs.is_dear(eqn) or any(m.rerun for m in made))
+        rerun = not expensive and (costs.is_expensive(eqn) or any(m.rerun for m in made))
         for position, out in enumerate(eqn.outvars):
             if compat.is_drop_var(out):
                 continue
             self.origins[out] = origin
-            if not dear and not made and not (roots and costs.is_dear(eqn)):
+            if not expensive and not made and not (roots and costs.is_expensive(eqn)):
                 self._visit_free(eqn, out, base, roots, origin)
                 continue
             if found := marks.find(eqn, position):
                 self._add_code(eqn, out, found)
                 continue
-            pinned = self._why_pinned(eqn, out, dear, roots, rerun)
+            pinned = self._why_pinned(eqn, out, expensive, roots, rerun)
             self._follow_saturation(eqn, out, pinned)
             exact = "" if rerun else _why_exact(eqn)
             self._add(out, base, eqn.source_info, pinned, roots, origin, rerun, exact)
@@ -173,7 +173,7 @@ class _Builder:
                     value = self.graph.values[out]
                     self.graph.values[out] = dataclasses.replace(value, mixed=True)
                 self.graph.edges.extend((m.var, out) for m in made)
-                if costs.is_dear(eqn):
+                if costs.is_expensive(eqn):
                     self.graph.rerun.add(out)
         if costs.sums_over_batch(eqn):
             self.over_batch |= roots
@@ -191,8 +191,8 @@ class _Builder:
         elif roots:
             self.inexact[out] = roots
 
-    def _is_dear(self, eqn: Equation, base: str) -> bool:
-        if not costs.is_dear(eqn):
+    def _is_expensive(self, eqn: Equation, base: str) -> bool:
+        if not costs.is_expensive(eqn):
             return False
         if eqn.effects or not eqn.outvars:
             return True
@@ -216,10 +216,10 @@ class _Builder:
         return value.roots
 
     def _why_pinned(
-        self, eqn: Equation, out: Var, dear: bool, roots: frozenset[Var], rerun: bool
+        self, eqn: Equation, out: Var, expensive: bool, roots: frozenset[Var], rerun: bool
     ) -> str:
-        if dear:
-            return "a dear operation"
+        if expensive:
+            return "an expensive operation"
         if not roots:
             return ""
         steps = eqn.primitive.name in costs.STEPS

@@ -47,18 +47,18 @@ def origin_of_input(spec: Input) -> Origin | int:
     return Origin.DATA if spec.argument is None or spec.encoded else spec.argument
 
 
-def origin_of_result(operands: Iterable[Origin | int], dear: bool) -> Origin | int:
+def origin_of_result(operands: Iterable[Origin | int], expensive: bool) -> Origin | int:
     """The origin of an equation's results: weights stay weights, alone or with what is generated.
 
     Args:
         operands: the origins of the equation's operands.
-        dear: whether the equation is too dear to run again.
+        expensive: whether the equation is too expensive to run again.
     """
     origins = set(operands)
-    if not dear:
+    if not expensive:
         origins.discard(Origin.GENERATED)
     if not origins:
-        return Origin.DATA if dear else Origin.GENERATED
+        return Origin.DATA if expensive else Origin.GENERATED
     origin = origins.pop()
     return Origin.DATA if origins or origin is Origin.GENERATED else origin
 
@@ -95,10 +95,10 @@ class Operands:
 
     def _visit(self, eqn: Equation, origins: Mapping[Var, Origin | int]) -> None:
         operands = programs.operands(eqn)
-        dear = costs.is_dear(eqn)
-        origin = origin_of_result((origins[v] for v in operands), dear)
-        # What a dear operation makes of weights alone is saved exactly.
-        inexact = any(v in self._inexact for v in operands) or (dear and origin is Origin.DATA)
+        expensive = costs.is_expensive(eqn)
+        origin = origin_of_result((origins[v] for v in operands), expensive)
+        # What an expensive operation makes of weights alone is saved exactly.
+        inexact = any(v in self._inexact for v in operands) or (expensive and origin is Origin.DATA)
         wanted = any(v in self._wanted for v in operands)
         for out in eqn.outvars:
             self._origins[out] = origin

@@ -24,11 +24,11 @@ from jact.engine.values import Graph, Value
 from jact.plan import Plan
 from jact.policy import Policy
 
-#: How much dearer it is to save a value of pieces of different size. Those in one group would share
-#: a range, and the smaller ones drown in its rounding; so their parts are saved where that will do.
+#: What a byte counts for in a value of pieces of different size. Those in one group would share a
+#: range, and the smaller ones drown in its rounding; so their parts are saved where that will do.
 _MIXED = 4
 
-#: How much dearer it is to save what a singular function magnifies the error of.
+#: The same in a value whose error a singular function magnifies.
 _STEEP = 16
 
 #: Bytes that each further saved array counts for, so that of two equal choices the one with fewer
@@ -46,7 +46,7 @@ class Saved:
     """One value that the forward pass saves for the backward pass.
 
     Attributes:
-        name: its stable name: that of the dear operation it follows from.
+        name: its stable name: that of the expensive operation it follows from.
         line: the user's line that made what it is named after.
         value: the value.
         codec: how it is stored.
@@ -83,9 +83,10 @@ class Selection:
 
     Attributes:
         saved: the values to save, in the order in which the forward pass makes them.
-        held: values that follow from dear operations that the backward pass runs again. It holds
-            them in memory while it needs them, so that XLA does not keep what they were made from.
-        made: values that dear operations or encoded inputs stand behind.
+        held: values that follow from expensive operations that the backward pass runs again. It
+            holds them in memory while it needs them, so that XLA does not keep what they were made
+            from.
+        made: values that expensive operations or encoded inputs stand behind.
         found: what the function holds, with all bodies inside of it.
     """
 
@@ -182,7 +183,7 @@ def _before_arrangement(graph: Graph, linearized: Linearized, chosen: set[Var]) 
 
 
 def _held(graph: Graph, linearized: Linearized) -> set[Var]:
-    """The least to hold of what is made again by dear operations; statistics count for nothing.
+    """The least to hold of what expensive operations make again; statistics count for nothing.
 
     Of a softmax over scores that is the exponentials and their sums: not the scores, which XLA
     would otherwise keep to make the exponentials twice.
@@ -235,13 +236,13 @@ def _note(
 ) -> None:
     """Adds what was found in a body."""
     paths = Counter(value.path for value in graph.values.values())
-    dear = Counter(
+    expensive = Counter(
         f"{module_path(eqn)}{eqn.primitive.name}"
         for eqn in linearized.forward.eqns
-        if costs.is_dear(eqn)
+        if costs.is_expensive(eqn)
     )
     # What encodes a value, in a compressed function inside, is there or not as sizes are.
-    operations = [name for name in _all_numbered(dear) if ENCODE not in name.split("/")]
+    operations = [name for name in _all_numbered(expensive) if ENCODE not in name.split("/")]
     found.candidates.extend(graph.candidates)
     found.operations.update((scope + name, None) for name in operations)
     found.names.update(scope + name for name in (*graph.names.values(), *_all_numbered(paths)))

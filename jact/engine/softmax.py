@@ -117,7 +117,7 @@ def _follows_scores(eqn: Equation, producers: Mapping[Var, Equation]) -> bool:
         eqn = pending.pop()
         if costs.is_batched_product(eqn):
             return True
-        if costs.is_dear(eqn):
+        if costs.is_expensive(eqn):
             continue
         for atom in eqn.invars:
             if compat.is_var(atom) and atom in producers and atom not in seen:

@@ -26,7 +26,7 @@ class Value:
         exact: why it would be saved exactly; empty when a codec would store it.
         codec: what would store it.
         origin: see `Origin`; otherwise the argument of `Input.argument`.
-        rerun: whether a dear operation that is run again stands between it and its roots.
+        rerun: whether an expensive operation that is run again stands between it and its roots.
         mixed: whether it is put together of inexact and exact pieces (a class token before patches,
             zeros around an image) and so may hold parts of very different size.
         steep: whether a singular function reads how little a saturated value is away from a
@@ -79,7 +79,7 @@ class Graph:
         names: the names of the pinned values.
         edges: pairs (operand, result) of made values where the result is cheap to make again from
             the operands.
-        rerun: results of dear operations that are run again.
+        rerun: results of expensive operations that are run again.
         candidates: full name, shape and dtype of all that the policy was asked about.
     """
 

@@ -157,7 +157,7 @@ def plain_rows(prepared: Prepared) -> list[Row]:
     origins |= zip(program.invars, map(origin_of_input, prepared.inputs), strict=True)
     for eqn in program.eqns:
         operands = (origins[v] for v in programs.operands(eqn))
-        origins |= dict.fromkeys(eqn.outvars, origin_of_result(operands, costs.is_dear(eqn)))
+        origins |= dict.fromkeys(eqn.outvars, origin_of_result(operands, costs.is_expensive(eqn)))
     counts: Counter[str] = Counter()
     rows: dict[str, Row] = {}
     for var in plain_residuals(prepared):

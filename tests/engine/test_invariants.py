@@ -18,7 +18,7 @@ from jact.memory import peak
 from tests.transform import cases
 from tests.transform.cases import PARAMS, ROWS, WIDTH, V, W, X, net
 
-DEAR = ("dot_general", "conv_general_dilated")
+EXPENSIVE = ("dot_general", "conv_general_dilated")
 
 
 def all_equations(jaxpr: Any) -> Any:
@@ -28,11 +28,11 @@ def all_equations(jaxpr: Any) -> Any:
             yield from all_equations(getattr(inner, "jaxpr", inner))
 
 
-def count_dear(fun: Any, *args: Any) -> collections.Counter[str]:
+def count_expensive(fun: Any, *args: Any) -> collections.Counter[str]:
     """How many products and convolutions a function traces to; products of matrix batches apart."""
     counts: collections.Counter[str] = collections.Counter()
     for eqn in all_equations(jax.make_jaxpr(fun)(*args).jaxpr):
-        if eqn.primitive.name in DEAR:
+        if eqn.primitive.name in EXPENSIVE:
             batched = eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][1][0]
             counts["batched" if batched else eqn.primitive.name] += 1
     return counts
@@ -57,17 +57,17 @@ def is_activation(leaf: jax.Array) -> bool:
     return leaf.shape[:1] == (ROWS,) and leaf.size >= ROWS * WIDTH
 
 
-# 1, 6: the forward pass is exact, and nothing dear runs twice.
+# 1, 6: the forward pass is exact, and nothing expensive runs twice.
 
 
 @pytest.mark.oldest
 @cases.parametrize(
     cases.MODELS, {name: cases.FUNCTIONS[name] for name in ("net", "convolution", "shared")}
 )
-def test_dear_operations_run_once(case: cases.Case) -> None:
+def test_expensive_operations_run_once(case: cases.Case) -> None:
     args = jax.eval_shape(case.make)
-    plain = count_dear(jax.grad(case.fun, has_aux=case.has_aux), *args)
-    compressed = count_dear(jact.grad(case.fun, has_aux=case.has_aux), *args)
+    plain = count_expensive(jax.grad(case.fun, has_aux=case.has_aux), *args)
+    compressed = count_expensive(jact.grad(case.fun, has_aux=case.has_aux), *args)
     # Attention scores, and the values mixed with them, are made again.
     assert compressed.pop("batched", 0) <= plain.pop("batched", 0) + 2
     assert compressed == plain
@@ -93,9 +93,9 @@ def test_forward_pass_is_the_plain_one(case: cases.Case) -> None:
 
 def test_recompute_is_the_only_way_to_run_twice() -> None:
     policy = jact.Policy(rules=[jact.Rule("dot_general:1", "recompute")])
-    plain = count_dear(jax.grad(net), PARAMS, X)
+    plain = count_expensive(jax.grad(net), PARAMS, X)
     assert (
-        count_dear(jact.grad(net, policy=policy), PARAMS, X)["dot_general"]
+        count_expensive(jact.grad(net, policy=policy), PARAMS, X)["dot_general"]
         == plain["dot_general"] + 1
     )
 

@@ -99,7 +99,11 @@ class TestFigures:
         assert set(rows) == {"dot_general", "gt"}
         product, mask = rows["dot_general"], rows["gt"]
         assert (product.dtype, product.shape) == ("float32", (256, 64))
-        assert (product.codec, product.exact, product.why) == ("int4", False, "a dear operation")
+        assert (product.codec, product.exact, product.why) == (
+            "int4",
+            False,
+            "an expensive operation",
+        )
         assert (product.bytes, product.saved_bytes) == (X_BYTES, INT4_BYTES)
         assert (mask.dtype, mask.codec, mask.exact, mask.why) == ("bool", "mask", True, "a mask")
         # XLA stores a boolean in a byte; the mask codec in a bit.
@@ -180,7 +184,7 @@ class TestFigures:
         report = jact.report(jact.compress(layer))(W, X)
         assert [(row.name, row.why) for row in report.rows] == [
             ("args[1]", "an input"),
-            ("dot_general", "a dear operation"),
+            ("dot_general", "an expensive operation"),
         ]
         # x, and the cosine of x @ w.
         assert (report.plain_bytes, report.saved_bytes) == (2 * X_BYTES, 2 * INT4_BYTES)
@@ -255,12 +259,12 @@ class TestRows:
             report = jact.report(loss, jact.Policy(rules=rules))(W, X)
         why = {row.name: (row.codec, row.exact, row.why) for row in report.rows}
         assert why["first"] == ("keep", True, "the policy keeps it")
-        assert why["second"] == ("fp8", False, "a dear operation")
-        assert why["third"] == ("int4", False, "a dear operation")
+        assert why["second"] == ("fp8", False, "an expensive operation")
+        assert why["third"] == ("int4", False, "an expensive operation")
         # Too few elements to be worth a code, like all that follows from them.
         assert ("keep", True, "follows from exact values") in why.values()
         assert report.policy == "int4 and 3 rules"
-        assert "the policy keeps it" in str(report) and "a dear operation" in str(report)
+        assert "the policy keeps it" in str(report) and "an expensive operation" in str(report)
 
     def test_what_was_made_by_jact_brings_its_own_policy(self) -> None:
         for fun in (
@@ -416,7 +420,7 @@ class TestPrinted:
             "codec": "int4",
             "saved_bytes": INT4_BYTES,
             "exact": False,
-            "why": "a dear operation",
+            "why": "an expensive operation",
             "offloaded": False,
         }
         assert jact.report(linear_loss)(W, X).to_json()["peak"] is None
