@@ -17,7 +17,7 @@ X = cases.normal(0, 64, 32)
 W = cases.normal(1, 32, 32, scale=0.18)
 V = cases.normal(2, 32, 32, scale=0.3)
 MASK = cases.normal(3, 64, 32) > 0
-FILLS = [-float("inf"), -1e9, -1e4]
+FILLS = [-float("inf"), -1e4]
 
 
 def check(loss: Any, *args: Any, int8: float = 0.03, int4: float = 0.3) -> None:
@@ -52,10 +52,9 @@ def test_masked_values_do_not_drown_the_others(name: str, fill: float) -> None:
     check(loss, W)
 
 
-@pytest.mark.parametrize("fill", [-1e9, -1e4])
-def test_masks_that_are_added(fill: float) -> None:
+def test_masks_that_are_added() -> None:
     def loss(w: jax.Array) -> jax.Array:
-        h = X @ w + (1.0 - MASK.astype(jnp.float32)) * fill
+        h = X @ w + (1.0 - MASK.astype(jnp.float32)) * -1e9
         return jnp.mean((jax.nn.sigmoid(h) @ V) ** 2)
 
     check(loss, W)
