@@ -41,7 +41,7 @@ UNARY = (
     "jnp.log(jax.nn.sigmoid({0} * 3) + 1e-6)",
     "jnp.log(1 - jnp.tanh({0}) ** 2 + 1e-4)",
     "-jax.nn.softmax({0}) * jnp.log(jax.nn.softmax({0}) + 1e-6)",
-    "jax.nn.relu({0}) / (jax.nn.relu({0}).sum(0) + 1e-2)",
+    "jax.nn.relu({0}) / (jax.nn.relu({0}).sum(-1, keepdims=True) + 1e-2)",
     "jnp.exp(jnp.where(jnp.sin({0} * 5) > 0, jnp.tanh({0}), -1e9))",
     "jax.nn.softplus(functions.masked({0}))",
     "jax.nn.softmax(functions.masked({0})) * 4",
