@@ -70,8 +70,12 @@ def is_fill(atom: Atom) -> bool:
 
 
 def _is_known(value: Any) -> bool:
-    known = isinstance(value, np.ndarray | np.generic | jax.Array)
-    return known and not compat.is_tracer(value) and value.size <= _MOST_ELEMENTS
+    if not isinstance(value, np.ndarray | np.generic | jax.Array) or compat.is_tracer(value):
+        return False
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        # Spread over processes: each has some of the elements, unless all have the same.
+        return value.is_fully_replicated and value.size <= _MOST_ELEMENTS
+    return value.size <= _MOST_ELEMENTS
 
 
 def _holds_large(value: Any) -> bool:
