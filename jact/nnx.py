@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jact import compat
 from jact.engine.compressed import Prepared
+from jact.engine.linearize import is_differentiable
 from jact.engine.scopes import in_scope
 from jact.engine.trace import keep_filter
 from jact.plan import PolicyLike, Resolved, resolve
@@ -252,7 +252,7 @@ def not_differentiated(args: Sequence[Any]) -> str:
 
 
 def _is_differentiable(x: Any) -> bool:
-    return not hasattr(x, "dtype") or jnp.issubdtype(x.dtype, jnp.inexact)
+    return not hasattr(x, "dtype") or is_differentiable(x.dtype)
 
 
 #: What takes the place of `jax.jit` for functions with modules among their arguments.

@@ -245,26 +245,26 @@ def _pullback(
         _, pull = jax.vjp(of_differentiated, *(values[i] for i in linearized.differentiated))
         return list(pull(list(cotangents)))
 
-    def once(by_reference: Any, codes: Any, cotangents: Any) -> list[Any]:
+    def pullback(by_reference: Any, codes: Any, cotangents: Any) -> list[Any]:
         return backward.run_backward(
             linearized, prepared.selection, by_reference, codes, cotangents
         )
 
     # JAX cannot compile a custom derivative of what makes references.
     if _makes_references(linearized.backward):
-        return once
-    pullback = jax.custom_jvp(once)
+        return pullback
+    differentiable = jax.custom_jvp(pullback)
 
-    @pullback.defjvp
+    @differentiable.defjvp
     def pullback_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         by_reference, codes, cotangents = primals
         if not _twice_differentiable(prepared):
             raise _differentiated_twice(name)
 
         _, out_tangents = jax.jvp(exact, (by_reference, cotangents), (tangents[0], tangents[2]))
-        return pullback(by_reference, codes, cotangents), out_tangents
+        return differentiable(by_reference, codes, cotangents), out_tangents
 
-    return pullback
+    return differentiable
 
 
 def _only_once(name: str) -> Callable[[Any], Any]:

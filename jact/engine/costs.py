@@ -13,9 +13,24 @@ from jax.extend import core as jex
 from jact import compat
 from jact.engine.program import Equation
 
+#: Matrix factorisations. Their factors are saved exactly: backward passes multiply by inverses of
+#: them, and of triangular ones the small elements beside large ones count.
+FACTORISATIONS = {
+    "cholesky",
+    "eig",
+    "eigh",
+    "hessenberg",
+    "householder_product",
+    "lu",
+    "qr",
+    "schur",
+    "svd",
+    "tridiagonal",
+}
+
 #: Operations that are never run again: products, convolutions, solvers, sorts, loops, foreign calls
 #: and communication.
-EXPENSIVE = {
+EXPENSIVE = FACTORISATIONS | {
     "dot_general",
     "ragged_dot",
     "ragged_dot_general",
@@ -65,21 +80,6 @@ EXPENSIVE = {
     "all_to_all",
     "ragged_all_to_all",
     "reduce_scatter",
-}
-
-#: Matrix factorisations. Their factors are saved exactly: backward passes multiply by inverses of
-#: them, and of triangular ones the small elements beside large ones count.
-FACTORISATIONS = {
-    "cholesky",
-    "eig",
-    "eigh",
-    "hessenberg",
-    "householder_product",
-    "lu",
-    "qr",
-    "schur",
-    "svd",
-    "tridiagonal",
 }
 
 #: Operations that grow without bound near some argument: the result of one is never made from a
@@ -206,8 +206,7 @@ STATISTIC_FRACTION = 1 / 16
 
 def is_expensive(eqn: Equation) -> bool:
     """Whether an equation, or one inside of it, is too expensive to run again."""
-    name = eqn.primitive.name
-    return bool(eqn.effects) or name in EXPENSIVE or name in FACTORISATIONS or _holds_expensive(eqn)
+    return bool(eqn.effects) or eqn.primitive.name in EXPENSIVE or _holds_expensive(eqn)
 
 
 def is_cheap_branch(eqn: Equation) -> bool:

@@ -7,8 +7,9 @@ Rules and plans go by full names: those that reports show.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from jact import compat
@@ -61,14 +62,18 @@ class Directions:
         """Those for a body inside of this one."""
         return dataclasses.replace(self, scope=self.scope + scope)
 
+    @functools.cached_property
+    def _codecs(self) -> Mapping[str, Codec]:
+        """Those of a plan, by full names; none of a policy."""
+        return self.policy.codecs if isinstance(self.policy, Plan) else {}
+
     def planned(self, name: str) -> Codec | None:
         """The codec that a plan has for one of the body's values; None if there is none."""
-        return self.policy.codecs.get(self.scope + name) if isinstance(self.policy, Plan) else None
+        return self._codecs.get(self.scope + name)
 
     def unknown(self) -> list[str]:
         """What a plan names and the function has no value for, at these sizes at least."""
-        named = self.policy.codecs if isinstance(self.policy, Plan) else {}
-        return [name for name in named if name not in self.found.names]
+        return [name for name in self._codecs if name not in self.found.names]
 
     def check(self, known: Container[str] = ()) -> None:
         """Makes sure that a plan is one for the function.
@@ -89,7 +94,7 @@ class Directions:
         unknown = [name for name in self.unknown() if name not in known]
         missing: list[str] = []
         if operations is None or not self.found.operations.keys() <= set(operations):
-            missing = [name for name in self.found.encoded if name not in self.policy.codecs]
+            missing = [name for name in self.found.encoded if name not in self._codecs]
         if missing or unknown:
             parts = ["the plan was made for another function"]
             parts += [f"this one also saves {', '.join(missing)}"] if missing else []

@@ -8,6 +8,7 @@ does lies between the two: it chooses from which saved values the residuals are 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class Linearized:
         """The backward program's inputs that stand for the residuals."""
         return self.backward.invars[: len(self.residuals)]
 
-    @property
+    @functools.cached_property
     def divisors(self) -> set[Var]:
         """The variables of the forward program that the backward program divides by."""
         values = dict(zip(self.residual_inputs, self.residuals, strict=True))

@@ -33,8 +33,8 @@ def for_many_magnitudes(codec: Codec) -> Codec:
     """What stores `1 / x`: in a group's range, all but what is nearest to the pole would drown."""
     if isinstance(codec, codecs.Offload):
         return dataclasses.replace(codec, inner=for_many_magnitudes(codec.inner))
-    share = codecs.Average | codecs.Pool | codecs.PoolResidual | codecs.Quantize
-    return codecs.Cast() if isinstance(codec, share) else codec
+    of_equal_steps = codecs.Average | codecs.Pool | codecs.PoolResidual | codecs.Quantize
+    return codecs.Cast() if isinstance(codec, of_equal_steps) else codec
 
 
 def mask_if_it_pays(aval: Any) -> Codec:

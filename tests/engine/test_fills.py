@@ -21,10 +21,7 @@ FILLS = [-float("inf"), -1e4]
 
 
 def check(loss: Any, *args: Any, int8: float = 0.03, int4: float = 0.3) -> None:
-    want = jax.jit(jax.grad(loss))(*args)
-    for codec, error in (("int8", int8), ("int4", int4)):
-        policy = jact.Policy(default=codec, min_bytes=0)
-        cases.assert_close(jax.jit(jact.grad(loss, policy=policy))(*args), want, error)
+    cases.assert_gradients_close(loss, args, int8=int8, int4=int4)
 
 
 #: What reads masked values.

@@ -18,14 +18,8 @@ T = cases.normal(3, 128, 64)
 ONE_HOT = jax.nn.one_hot(jnp.arange(128) * 7 % 64, 64)
 
 
-def gradients(loss: Any, codec: str) -> Any:
-    return jax.jit(jact.grad(loss, policy=jact.Policy(default=codec, min_bytes=0)))((W, V), X)
-
-
 def check(loss: Any, int8: float, int4: float) -> None:
-    want = jax.jit(jax.grad(loss))((W, V), X)
-    cases.assert_close(gradients(loss, "int8"), want, int8)
-    cases.assert_close(gradients(loss, "int4"), want, int4)
+    cases.assert_gradients_close(loss, ((W, V), X), int8=int8, int4=int4)
 
 
 def network(function: Any) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import jact
 from benchmarks import models
 
 ROWS, WIDTH = 256, 64
@@ -214,6 +215,14 @@ def assert_close(got: Any, want: Any, tolerance: float) -> None:
     assert_same_types(got, want)
     error = relative_error(got, want)
     assert error <= tolerance, f"relative error {error:.3g} exceeds {tolerance}"
+
+
+def assert_gradients_close(loss: Any, args: tuple[Any, ...], **errors: float) -> None:
+    """Under each codec the gradient errs by no more than is given; arrays of any size are codes."""
+    want = jax.jit(jax.grad(loss))(*args)
+    for codec, error in errors.items():
+        policy = jact.Policy(default=codec, min_bytes=0)
+        assert_close(jax.jit(jact.grad(loss, policy=policy))(*args), want, error)
 
 
 def assert_matches(got: Any, want: Any, tolerance: float, exact: bool = True) -> None:
