@@ -26,7 +26,7 @@ import jact
 from jact import memory, presets
 from jact.memory.max_batch import step_and_args
 from jact.memory.sizes import format_bytes, parse_bytes
-from jact.spelling import did_you_mean
+from jact.spelling import must_be_one_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,8 +98,7 @@ def _add(
 
 def _policy(name: str) -> str:
     if name not in presets.NAMES:
-        choices, hint = ", ".join(presets.NAMES), did_you_mean(name, presets.NAMES)
-        raise argparse.ArgumentTypeError(f"must be one of {choices}; got {name!r}{hint}")
+        raise argparse.ArgumentTypeError(must_be_one_of(name, presets.NAMES))
     return name
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from jact import codecs, policy, presets
 from jact.codecs import Codec
 from jact.policy import Policy
-from jact.spelling import did_you_mean
+from jact.spelling import did_you_mean, must_be_one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,11 +150,8 @@ def resolve(policy: PolicyLike) -> Resolved | None:
         if policy == "off":
             return None
         if policy not in presets.NAMES:
-            raise ValueError(
-                f"policy must be one of {', '.join(presets.NAMES)}, or a codec, a jact.Policy, a "
-                f"jact.Plan or a jact.Controller; got {policy!r}"
-                f"{did_you_mean(policy, presets.NAMES)}"
-            )
+            others = ", or a codec, a jact.Policy, a jact.Plan or a jact.Controller"
+            raise ValueError(f"policy {must_be_one_of(policy, presets.NAMES, others)}")
         if policy in presets.POLICIES:
             return presets.POLICIES[policy]
         return Policy(default=policy)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jact import codecs
 from jact.codecs import Codec
-from jact.spelling import did_you_mean
+from jact.spelling import must_be_one_of
 
 #: What a rule may say besides a codec.
 type Action = Codec | Literal["keep", "recompute"]
@@ -181,11 +181,8 @@ def _resolve(codec: Any, argument: str, words: tuple[str, ...]) -> Codec:
     """The codec that a preset names; the message on any other name lists the words, too."""
     if isinstance(codec, str) and codec not in codecs.PRESETS:
         choices = dict.fromkeys((*codecs.PRESETS, *words))
-        hint = '; to leave residuals as they are, say "keep"'
-        hint = hint if codec == "off" else did_you_mean(codec, choices)
-        raise ValueError(
-            f"{argument} must be one of {', '.join(choices)}, or a codec; got {codec!r}{hint}"
-        )
+        hint = '; to leave residuals as they are, say "keep"' if codec == "off" else None
+        raise ValueError(f"{argument} {must_be_one_of(codec, choices, ', or a codec', hint)}")
     return codecs.resolve(codec)
 
 

@@ -26,3 +26,22 @@ def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     by_folded = {other.casefold(): other for other in allowed}
     near = difflib.get_close_matches(name.strip().casefold(), by_folded, n=1)
     return f'; did you mean "{by_folded[near[0]]}"?' if near else ""
+
+
+def must_be_one_of(
+    name: object, allowed: Iterable[str], others: str = "", hint: str | None = None
+) -> str:
+    """The end of a message on a name that is not among those there are.
+
+    Args:
+        name: what was given.
+        allowed: the names.
+        others: what else is allowed, as in `", or a codec"`.
+        hint: the end; None is the nearest name.
+
+    >>> print("codec", must_be_one_of("INT4", ["int8", "int4"], ", or a codec"))
+    codec must be one of int8, int4, or a codec; got 'INT4'; did you mean "int4"?
+    """
+    allowed = list(allowed)
+    hint = did_you_mean(name, allowed) if hint is None else hint
+    return f"must be one of {', '.join(allowed)}{others}; got {name!r}{hint}"

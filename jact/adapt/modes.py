@@ -27,6 +27,7 @@ from jact.adapt.sketch import sketch
 from jact.adapt.table import Layout
 from jact.codecs import Keep, Quantize
 from jact.codecs.quantize import BITS
+from jact.compressed_function import Compressed
 from jact.engine.compressed import compressed
 from jact.engine.linearize import is_differentiable
 from jact.engine.names import scope_path
@@ -34,7 +35,6 @@ from jact.engine.origins import Input
 from jact.engine.trace import Traced
 from jact.plan import Plan
 from jact.policy import Policy
-from jact.transform import Compressed
 
 #: Plans by the place of the function that each is for.
 type Plans = tuple[tuple[str, Plan], ...]

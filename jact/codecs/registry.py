@@ -14,7 +14,7 @@ from jact.codecs.offload import Offload
 from jact.codecs.pool import Pool
 from jact.codecs.pool_residual import PoolResidual
 from jact.codecs.quantize import Quantize
-from jact.spelling import did_you_mean
+from jact.spelling import must_be_one_of
 
 PRESETS: Mapping[str, Codec] = MappingProxyType(
     {
@@ -84,8 +84,7 @@ def resolve(codec: str | Codec) -> Codec:
     """
     if isinstance(codec, str):
         if codec not in PRESETS:
-            hint = did_you_mean(codec, PRESETS)
-            raise ValueError(f"codec must be one of {', '.join(PRESETS)}; got {codec!r}{hint}")
+            raise ValueError(f"codec {must_be_one_of(codec, PRESETS)}")
         return PRESETS[codec]
     # A class has all the attributes that the protocol asks for, but it is not a codec.
     if isinstance(codec, type) or not isinstance(codec, Codec):

@@ -17,6 +17,7 @@ from jact.memory import tables
 from jact.memory.peak import analyze
 from jact.memory.search import Probe, search
 from jact.memory.sizes import format_bytes, parse_bytes
+from jact.spelling import must_be_one_of
 
 _COLUMNS = ("policy", "size", "/ first", "memory", "too large", "compiled", "seconds")
 
@@ -67,7 +68,7 @@ class MaxBatch:
         """
         sizes = {result.policy: result.size for result in self.results}
         if policy not in sizes:
-            raise KeyError(f"policy must be one of {', '.join(sizes)}; got {policy!r}")
+            raise KeyError(f"policy {must_be_one_of(policy, sizes)}")
         return sizes[policy]
 
     def ratio(self, policy: str) -> float | None:

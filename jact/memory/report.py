@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jact.compressed_function import Compressed
 from jact.engine.compressed import uncompressed
 from jact.engine.storage import raw_bytes
 from jact.engine.trace import function_name
@@ -23,7 +24,7 @@ from jact.memory.report_rows import (
 )
 from jact.plan import Adaptive, Plan, PolicyLike, Resolved
 from jact.policy import Policy
-from jact.transform import Compressed, as_compressed
+from jact.transform import as_compressed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jact.compressed_function import Compressed
 from jact.engine.compressed import uncompressed
 from jact.engine.linearize import is_differentiable
 from jact.memory.peak import analyze
 from jact.memory.timeline import Timeline, analyze_over_time
-from jact.transform import Compressed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

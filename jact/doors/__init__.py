@@ -1,6 +1,6 @@
 """The doors for modules: which of Flax's two libraries a thing to compress belongs to.
 
-Each door is a module (`jact.linen`, `jact.nnx`) of these functions:
+Each door is a module (`jact.doors.linen`, `jact.doors.nnx`) of these functions:
 
 - `is_target(target)`: whether it compresses `target`, a class or an instance, by itself;
 - `compress(target, policy, keep, methods)`: does so;
@@ -12,7 +12,7 @@ Each door is a module (`jact.linen`, `jact.nnx`) of these functions:
 - `is_method(method)`: whether a bound method is one of a module's own.
 
 A door whose modules are no pytrees to `jax.jit` also has `jit`, `map_arrays` and `functional`, and
-one whose modules are pytrees to `jax.grad` has `not_differentiated`; see `jact.nnx`.
+one whose modules are pytrees to `jax.grad` has `not_differentiated`; see `jact.doors.nnx`.
 
 A door is imported when its half of Flax has been: nothing else can be a module of it.
 """
@@ -29,7 +29,7 @@ from typing import Any
 def _doors() -> Iterator[Any]:
     for name in ("linen", "nnx"):
         if f"flax.{name}" in sys.modules:
-            yield importlib.import_module(f"jact.{name}")
+            yield importlib.import_module(f"jact.doors.{name}")
 
 
 def of_target(target: Any) -> Any | None:

@@ -17,9 +17,9 @@ import jax
 from flax.core import lift
 
 from jact import compat
+from jact.compressed_function import Compressed
 from jact.engine.trace import function_name, keep_filter
 from jact.plan import Resolved
-from jact.transform import Compressed
 
 type Keep = int | str | Sequence[int | str]
 type IsKept = Callable[[int | str], bool]
