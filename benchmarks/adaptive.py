@@ -139,9 +139,9 @@ class Run:
 
     def costs(self) -> dict[str, float]:
         """The seconds of a probe, of a step and of compiling one, and what adapting costs."""
-        controller, steps = self.controller, self.controller._steps
-        program = steps.find(controller._at.plans)
-        probe = self._median(lambda: steps.probe(controller._mode, self.arguments, {}))
+        controller, steps = self.controller, self.controller._schedule.steps
+        program = steps.find(controller._schedule.at.plans)
+        probe = self._median(lambda: steps.probe(controller._schedule.mode, self.arguments, {}))
         step = self._median(lambda: program(*self.arguments))
         compiling = program.cpu_seconds
         cost = (probe + compiling / (os.cpu_count() or 1)) / (EVERY * step)
@@ -167,9 +167,9 @@ class Run:
         The other plan is the one in use with its first residual kept, so that it has to be
         compiled: in a thread, while steps are run. Then as many steps are run under it.
         """
-        controller, steps = self.controller, self.controller._steps
+        controller, steps = self.controller, self.controller._schedule.steps
         arguments = Arguments(self.arguments, {})
-        program = steps.find(controller._at.plans)
+        program = steps.find(controller._schedule.at.plans)
 
         def seconds(program: Any) -> float:
             start = time.perf_counter()
@@ -177,7 +177,7 @@ class Run:
             return time.perf_counter() - start
 
         alone = [seconds(program) for _ in range(number)]
-        (place, plan), *rest = controller._at.plans
+        (place, plan), *rest = controller._schedule.at.plans
         first = next(iter(plan.codecs))
         other = steps.get(((place, plan.replace({first: "keep"})), *rest), arguments)
         work = threading.Thread(target=other.compile, args=(arguments,))

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from jact.adapt.schedule import Schedule
 from jact.adapt.steps import Steps
 
 if TYPE_CHECKING:
@@ -22,15 +23,16 @@ class AdaptiveStep:
 
     __wrapped__: Callable[..., Any]
 
-    def __init__(self, steps: Steps, controller: Controller):
+    def __init__(self, steps: Steps, controller: Controller, schedule: Schedule):
         functools.update_wrapper(self, steps.fun)
         self.controller = controller
+        self._schedule = schedule
         self._steps = steps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step, after whatever the controller does before it."""
-        result = self.controller.before(self._steps, args, kwargs)(*args, **kwargs)
-        self.controller.after()
+        result = self._schedule.before(self._steps, args, kwargs)(*args, **kwargs)
+        self._schedule.at.step += 1
         return result
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +41,7 @@ class AdaptiveStep:
         Raises:
             ValueError: before the first step, when there is no plan yet.
         """
-        return self.controller.present(self._steps, args, kwargs).lower(*args, **kwargs)
+        return self._schedule.present(args, kwargs).lower(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)

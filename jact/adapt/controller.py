@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import json
-import logging
 import pathlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,24 +16,15 @@ from jact import compat
 from jact.adapt import decide, defaults, history, modes
 from jact.adapt.adaptive_step import AdaptiveStep
 from jact.adapt.budget import Budget
-from jact.adapt.decide import Decision
 from jact.adapt.history import Adaptation, joined
 from jact.adapt.modes import Comparing, Fixed, Listing, Probing
 from jact.adapt.probe import Probe
-from jact.adapt.state import Measuring, Pending, Progress
-from jact.adapt.steps import Arguments, Program, Steps
+from jact.adapt.schedule import Schedule
+from jact.adapt.state import Progress
+from jact.adapt.steps import Steps
 from jact.codecs import Codec
 from jact.plan import Plan, PolicyLike
 from jact.policy import Policy
-
-logger = logging.getLogger("jact.adapt")
-
-#: Batches that an adaptation measures as long as it is unknown how gradients differ from batch to
-#: batch. The following ones measure a single batch.
-_BATCHES = 2
-
-#: Measurements in a row that may come out as infinite or NaN before the next period is waited for.
-_RETRIES = 5
 
 
 class _Owner:
@@ -142,19 +131,18 @@ class Controller:
         if bits is None and fraction is None and memory is None:
             bits = 4
         self.budget = Budget(bits=bits, fraction=fraction, memory=memory)
-        self.every = defaults.at_least(2, every, "every")
-        self.switch_after = every // 2 if switch_after is None else switch_after
-        if not 1 <= defaults.at_least(1, self.switch_after, "switch_after") <= every:
+        defaults.at_least(2, every, "every")
+        wait = every // 2 if switch_after is None else switch_after
+        if not 1 <= defaults.at_least(1, wait, "switch_after") <= every:
             raise ValueError(f"switch_after must be at most every={every}, got {switch_after}")
         if sensitivity not in ("local", "exact"):
             raise ValueError(f'sensitivity must be "local" or "exact", got {sensitivity!r}')
         if not 0 <= min_gain < 1:
             raise ValueError(f"min_gain must be at least 0 and below 1, got {min_gain!r}")
-        self.min_gain = min_gain
         self.max_compiled = defaults.at_least(2, max_compiled, "max_compiled")
         self._basis = defaults.basis(policy, bits)
         candidates = defaults.candidates(codecs, bits)
-        self._mode = Probing(
+        mode = Probing(
             owner=self._owner,
             basis=self._basis,
             # Curvature would double what a probe takes, and plans come out the same.
@@ -162,9 +150,11 @@ class Controller:
             method=sensitivity,
             seed=defaults.at_least(0, seed, "seed"),
         )
-        self._executor: concurrent.futures.ThreadPoolExecutor | None = None
-        self._steps: Steps | None = None
-        self._at = Progress()
+        self._schedule = Schedule(self.budget, every, wait, min_gain, mode)
+
+    @property
+    def _at(self) -> Progress:
+        return self._schedule.at
 
     # What users see of it.
 
@@ -196,7 +186,7 @@ class Controller:
     @property
     def compilations(self) -> int:
         """How many plans the step was compiled for."""
-        return 0 if self._steps is None else self._steps.compilations
+        return 0 if self._schedule.steps is None else self._schedule.steps.compilations
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -232,9 +222,9 @@ class Controller:
         Raises:
             ValueError: before the first step, when there is no plan yet.
         """
-        program = self.present(self._steps, args, kwargs)
-        assert self._steps is not None
-        error = decide.measured_error(self._steps.compare(program, args, kwargs))
+        program = self._schedule.present(args, kwargs)
+        assert self._schedule.steps is not None
+        error = decide.measured_error(self._schedule.steps.compare(program, args, kwargs))
         self._at.history[-1] = dataclasses.replace(self._at.history[-1], measured_error=error)
         return error
 
@@ -257,14 +247,16 @@ class Controller:
             return functools.partial(self.jit, **options)
         if not callable(fun):
             raise TypeError(f"fun must be callable, got {fun!r}")
+        steps = Steps(fun, options, self._owner, self._basis, self.max_compiled)
+        old = self._schedule.steps
         # A notebook's cell may define its step anew.
-        if self._steps is not None and _name(self._steps.fun) != _name(fun):
+        if old is not None and old.name != steps.name:
             raise ValueError(
-                f"the controller already follows {_name(self._steps.fun)}; make another controller "
-                f"for {_name(fun)}"
+                f"the controller already follows {old.name}; make another controller for "
+                f"{steps.name}"
             )
-        self._steps = Steps(fun, options, self._owner, self._basis, self.max_compiled)
-        return AdaptiveStep(self._steps, self)
+        self._schedule.steps = steps
+        return AdaptiveStep(steps, self, self._schedule)
 
     # What `jact.plan.Adaptive` asks for.
 
@@ -287,7 +279,7 @@ class Controller:
 
         A controller with a step of its own may serve other functions, too; they follow its plan.
         """
-        if self._steps is not None or self._at.plans is not None:
+        if self._schedule.steps is not None or self._at.plans is not None:
             return
         if function.is_gradient(args) and compat.any_staged(args):
             warnings.warn(
@@ -297,146 +289,6 @@ class Controller:
                 "@jax.jit.",
                 skip_file_prefixes=compat.LIBRARY_FOLDERS,
             )
-
-    # What its step calls.
-
-    def before(self, steps: Steps, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        """Does whatever is due before the next step, and returns its program."""
-        if steps is not self._steps:
-            raise ValueError(f"the controller follows a later definition of {_name(steps.fun)}")
-        if self._at.pending is not None and self._at.step >= self._at.pending.switch_at:
-            self._settle()
-        arguments = None
-        if self._at.measuring is not None or self._is_due():
-            arguments = Arguments(args, kwargs)
-            if self._waits_for_another(arguments):
-                self._at.waited += 1
-            else:
-                self._measure(steps, arguments, args, kwargs)
-        elif self._at.pending is not None and self._at.pending.future is None:
-            arguments = Arguments(args, kwargs)
-            self._resume(steps, arguments)
-        assert self._at.plans is not None
-        program = steps.find(self._at.plans)
-        if program is None:
-            program = steps.get(self._at.plans, arguments or Arguments(args, kwargs))
-        return program
-
-    def _is_due(self) -> bool:
-        if self._at.pending is not None:
-            return False
-        if self._at.plans is None:
-            self._at.asked = "first"
-        elif self._at.step % self.every == 0 and self._at.step > 0 and not self._at.asked:
-            self._at.asked = "periodic"
-        return bool(self._at.asked)
-
-    def _waits_for_another(self, arguments: Arguments) -> bool:
-        """Whether a later batch is better to measure; there may be none within a period.
-
-        A smaller batch than the present plan was made for says less: some of its residuals are too
-        small to be encoded, and its memory is no peak. Batches of other shapes have other errors.
-        """
-        if self._at.waited >= self.every:
-            return False
-        if (measuring := self._at.measuring) is None:
-            return arguments.nbytes < self._at.nbytes
-        return arguments.shapes != measuring.shapes and arguments.nbytes <= self._at.nbytes
-
-    def _measure(self, steps: Steps, arguments: Arguments, args: Any, kwargs: Any) -> None:
-        """Probes the step with its arguments, and decides once enough batches were measured."""
-        found, mode = steps.probe(self._mode, arguments, args, kwargs)
-        measuring = self._at.measuring
-        if measuring is None or measuring.shapes != arguments.shapes:
-            reason = self._at.asked if measuring is None else measuring.reason
-            measuring = Measuring(reason, arguments.shapes)
-        measuring.add(found)
-        self._at.asked, self._at.measuring = "", measuring
-        self._at.waited, self._at.nbytes = 0, arguments.nbytes
-        situation = decide.Situation(
-            step=self._at.step,
-            reason=measuring.reason,
-            plans=self._at.plans,
-            model=self._at.model,
-            budget=self.budget,
-            min_gain=self.min_gain,
-            figures=measuring.figures,
-            variances=self._at.variances,
-            mode=mode,
-        )
-        if self._at.plans is None:
-            self._take(decide.decide(situation, steps, arguments))
-            if self._at.failures:
-                self._at.measuring = None
-            else:
-                measuring.reason = "confirm"
-        elif self._at.variances or measuring.batches >= _BATCHES:
-            self._at.measuring = None
-            work = functools.partial(decide.decide, situation, steps, arguments)
-            self._at.pending = Pending(self._at.step + self.switch_after, self._start(work))
-
-    def _start(self, work: Callable[[], Decision]) -> concurrent.futures.Future[Decision]:
-        """Begins to work in the background, under the settings of this thread."""
-        if self._executor is None:
-            self._executor = concurrent.futures.ThreadPoolExecutor(1, "jact-adapt")
-        settings = compat.thread_settings()
-
-        def run() -> Decision:
-            with settings():
-                return work()
-
-        return self._executor.submit(run)
-
-    def _resume(self, steps: Steps, arguments: Arguments) -> None:
-        """Compiles in the background what had been decided when the state was saved."""
-        assert self._at.pending is not None
-        decision = self._at.pending.result()
-
-        def compile_it() -> Decision:
-            if decision.plans is not None and decision.switched:
-                steps.get(decision.plans, arguments, self._at.plans).compile(arguments)
-            return decision
-
-        self._at.pending.future = self._start(compile_it)
-
-    def _settle(self) -> None:
-        """Takes what was decided in the background."""
-        assert self._at.pending is not None
-        pending, self._at.pending = self._at.pending, None
-        if pending.future is not None and not pending.future.done():
-            logger.info("step %d waits for the step under the new plan", self._at.step)
-        try:
-            decision = pending.result()
-        except Exception:
-            logger.exception("the adaptation before step %d failed; the plan stays", self._at.step)
-            return
-        self._take(decision)
-
-    def _take(self, decision: Decision) -> None:
-        self._at.model = decision.model or self._at.model
-        if decision.plans:
-            self._at.plans = decision.plans
-        self._at.variances = self._at.variances | dict(decision.variances)
-        if decision.record is not None:
-            self._at.history.append(decision.record)
-            logger.info("%s", decision.record)
-        self._at.failures = self._at.failures + 1 if decision.failed else 0
-        if decision.failed and self._at.failures <= _RETRIES:
-            self._at.asked = "retry"
-
-    def present(self, steps: Steps | None, args: Any, kwargs: Any) -> Program:
-        """The program of the present plan; nothing is due before it.
-
-        Raises:
-            ValueError: when there is no plan yet.
-        """
-        if steps is None or self._at.plans is None:
-            raise ValueError("there is no plan yet: run the first step, or restore a state")
-        return steps.get(self._at.plans, Arguments(args, kwargs))
-
-    def after(self) -> None:
-        """Counts a step that was run."""
-        self._at.step += 1
 
     # State.
 
@@ -463,7 +315,7 @@ class Controller:
             raise ValueError(f"state must be that of a controller: {error}") from error
         if budget != str(self.budget):
             raise ValueError(f"the state is that of a controller with {budget}, not {self.budget}")
-        self._at = Progress.from_json(data)
+        self._schedule.at = Progress.from_json(data)
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes the state to a file."""
@@ -480,7 +332,3 @@ class Controller:
 
 def _nothing() -> None:
     """Stands for a function that is known only when a step is traced."""
-
-
-def _name(fun: Callable[..., Any]) -> str:
-    return getattr(fun, "__qualname__", type(fun).__name__)

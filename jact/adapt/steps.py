@@ -144,6 +144,11 @@ class Steps:
     def __len__(self) -> int:
         return len(self._programs)
 
+    @property
+    def name(self) -> str:
+        """What the step is called, for messages."""
+        return getattr(self.fun, "__qualname__", type(self.fun).__name__)
+
     def find(self, plans: Plans) -> Program | None:
         """The program for some plans, if there is one."""
         if self._last is None or self._last.plans is not plans:

@@ -40,6 +40,9 @@ def _finish_background_work() -> Iterator[None]:
     """Else a test that replaces `Program.compile` would hear from an earlier test's controller."""
     yield
     for controller in CONTROLLERS:
-        if controller._at.pending is not None and controller._at.pending.future is not None:
-            controller._at.pending.future.exception()
+        if (
+            controller._schedule.at.pending is not None
+            and controller._schedule.at.pending.future is not None
+        ):
+            controller._schedule.at.pending.future.exception()
     CONTROLLERS.clear()

@@ -124,13 +124,13 @@ def test_compilations_are_the_distinct_plans_and_bounded():
     c = d.controller
     chosen = [a.plan for a in c.history if a.switched]
     assert len(set(chosen)) >= 3
-    assert len(c._steps) <= 2
+    assert len(c._schedule.steps) <= 2
     # A plan that was dropped is compiled again.
     assert len(set(chosen)) <= c.compilations <= len(chosen)
     kept = Drifting(every=4, switch_after=2, max_compiled=10)
     kept.run(0, 50)
     c = kept.controller
-    assert c.compilations == len({a.plan for a in c.history if a.switched}) == len(c._steps)
+    assert c.compilations == len({a.plan for a in c.history if a.switched}) == len(c._schedule.steps)
 
 
 def test_compiles_in_the_background_while_steps_go_on(monkeypatch):
@@ -155,7 +155,7 @@ def test_compiles_in_the_background_while_steps_go_on(monkeypatch):
     d = Drifting(every=12, switch_after=8)
     for i in range(40):
         d.run(i, i + 1)
-        pending = d.controller._at.pending
+        pending = d.controller._schedule.at.pending
         # Steps are so short that all of them could pass before the job comes to its compilation.
         while pending and not (compiling.is_set() or pending.future.done()):
             time.sleep(0.01)
@@ -172,8 +172,8 @@ def test_the_switch_comes_at_its_step_and_compiles_nothing(caplog):
     jax.config.update("jax_log_compiles", True)
     try:
         for i in range(40):
-            if c._at.pending is not None:
-                c._at.pending.future.result()
+            if c._schedule.at.pending is not None:
+                c._schedule.at.pending.future.result()
             caplog.clear()
             d.run(i, i + 1)
             plans.append(c.plan)
@@ -285,7 +285,7 @@ def test_inner_functions_are_traced_for_each_plan():
     """JAX would take what it has traced of `inner` under the first plan for every other one."""
     d = Drifting(every=6, switch_after=1)
     c = d.controller
-    c._steps = None
+    c._schedule.steps = None
     inner = jax.jit(lambda *args: jact.grad(branches, policy=c)(*args))
     step = c.jit(lambda *args: inner(*args))
     plans = set()
@@ -426,7 +426,7 @@ class TestBatchSizes:
         self.run(c, sizes)
         other = controller(every=4, switch_after=1)
         other.restore(c.state)
-        assert other._at == c._at and other._at.waited == 2
+        assert other._schedule.at == c._schedule.at and other._schedule.at.waited == 2
 
 
 def gradient(c: jact.Controller):
