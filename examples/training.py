@@ -123,6 +123,7 @@ def train(task: Task, policy: str, options: Any, console: rich.console.Console) 
         if (latest := manager.latest_step()) is not None:
             state = manager.restore(latest, args=ocp.args.StandardRestore(state))
             first = latest
+        unlog(options, policy, first)
 
     try:
         return _train(task, policy, options, console, manager, state, first)
@@ -189,3 +190,12 @@ def log(options: Any, figures: dict[str, Any]) -> None:
     if options.log is not None:
         with options.log.open("a") as file:
             file.write(json.dumps(figures) + "\n")
+
+
+def unlog(options: Any, policy: str, first: int) -> None:
+    """Takes back what was logged of steps that come after a checkpoint, as they are run again."""
+    if options.log is not None and options.log.exists():
+        lines = options.log.read_text().splitlines(keepends=True)
+        logged = [json.loads(line) for line in lines]
+        again = [x["policy"] == policy and x.get("step", -1) >= first for x in logged]
+        options.log.write_text("".join(x for x, a in zip(lines, again, strict=True) if not a))

@@ -130,7 +130,9 @@ def test_compilations_are_the_distinct_plans_and_bounded():
     kept = Drifting(every=4, switch_after=2, max_compiled=10)
     kept.run(0, 50)
     c = kept.controller
-    assert c.compilations == len({a.plan for a in c.history if a.switched}) == len(c._schedule.steps)
+    assert (
+        c.compilations == len({a.plan for a in c.history if a.switched}) == len(c._schedule.steps)
+    )
 
 
 def test_compiles_in_the_background_while_steps_go_on(monkeypatch):

@@ -89,17 +89,18 @@ def test_an_interrupted_run_says_how_to_resume(
         evaluate=lambda state: {"sum": float(state["sum"].sum())},
     )
     folder = ["--checkpoints", str(tmp_path / "checkpoints"), "--save-every", "2"]
+    log = tmp_path / "log"
+    logged = [*folder, "--no-comparison", "--log", str(log)]
     for more, words in (
         ([], "Nothing was saved"),
-        (folder, "same command again resumes from the last checkpoint"),
+        (logged, "same command again resumes from the last checkpoint"),
     ):
         with pytest.raises(SystemExit) as caught:
             training.run(task, training.parse("", more, steps=5))
         assert caught.value.code == 130
         assert words in capsys.readouterr().err
-    log = tmp_path / "log"
+    # The third step was logged, but came after the checkpoint.
+    assert [x["step"] for x in lines(log)] == [0, 1, 2]
     once_more = dataclasses.replace(task, batch=lambda number: jnp.ones(2))
-    training.run(
-        once_more, training.parse("", [*folder, "--no-comparison", "--log", str(log)], steps=5)
-    )
-    assert [x["step"] for x in lines(log) if "loss" in x] == [2, 3, 4]
+    training.run(once_more, training.parse("", logged, steps=5))
+    assert [x["step"] for x in lines(log) if "loss" in x] == [0, 1, 2, 3, 4]
