@@ -23,6 +23,22 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("jact", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("jact")
 
+#: Their tests compile hundreds of small programs and run each once: LLVM need not optimise them. It
+#: comes after what decides on memory. The tests marked `oldest` of the engine compile as users do.
+QUICK = ("codecs", "engine", "flax", "transform")
+
+
+@pytest.fixture(autouse=True)
+def _compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    folder = request.path.parent.name
+    as_users_do = folder == "engine" and request.node.get_closest_marker("oldest") is not None
+    if folder not in QUICK or as_users_do:
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
 
 @pytest.fixture(autouse=True)
 def _promotion(request: pytest.FixtureRequest) -> Iterator[None]:

@@ -248,10 +248,13 @@ class _Residuals:
         codes = [self._fetched(v) for v in to_decode]
         # Without the barrier XLA would decode everything at once, when the backward pass begins, or
         # share the forward pass's own copy of what is made again, and keep it alive until here.
-        (codes, other_values, cotangents), (weight_values, gradients) = compat.barrier(
-            (codes, [self._inputs[v] for v in others], cotangents),
-            ([self._inputs[v] for v in weights], gradients),
-        )
+        # What is made of values that are there already has nothing to wait for, and a cotangent
+        # that waits lies in memory, where inside of a fusion it need not.
+        other_values, weight_values = ([self._inputs[v] for v in vs] for vs in (others, weights))
+        if to_decode or inputs or gradients:
+            (codes, other_values, cotangents), (weight_values, gradients) = compat.barrier(
+                (codes, other_values, cotangents), (weight_values, gradients)
+            )
         env = {v: self._made[v] for v in leaves if v in self._made}
         env.update(zip([*others, *weights], [*other_values, *weight_values], strict=True))
         for var, code in zip(to_decode, codes, strict=True):

@@ -90,9 +90,9 @@ def step_of(controller):
 
 
 def arguments():
-    keys = jax.random.split(jax.random.key(0), 7)
-    params = [jax.random.normal(k, (64, 64)) / 8 for k in keys[:6]]
-    return params, jax.random.normal(keys[6], (4096, 64))
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = [jax.random.normal(k, (64, 64)) / 8 for k in keys[:4]]
+    return params, jax.random.normal(keys[4], (4096, 64))
 
 
 def compiled_peak(policy):
@@ -116,16 +116,15 @@ def test_the_compiled_peak_of_a_step_fits():
     assert c.compilations <= 5
 
 
-@pytest.mark.oldest
 def test_an_infeasible_budget_says_what_holds_the_memory():
-    kept = jact.Policy(rules=[jact.Rule("dot_general:3", "keep")])
+    kept = jact.Policy(rules=[jact.Rule("dot_general:2", "keep")])
     c = jact.Controller(memory="1 MiB", policy=kept)
     with pytest.raises(InfeasibleMemoryError) as caught:
         step_of(c)(*arguments())
     message = str(caught.value)
     assert "memory=1.0 MiB is too little" in message
     assert format_bytes(caught.value.smallest) in message
-    assert "dot_general:3 (the policy keeps it, 1.0 MiB)" in message
+    assert "dot_general:2 (the policy keeps it, 1.0 MiB)" in message
     c = jact.Controller(memory=caught.value.smallest, policy=kept)
     step_of(c)(*arguments())
     assert c.history[0].peak <= caught.value.smallest

@@ -19,12 +19,12 @@ from benchmarks.models.task import Task
 pytestmark = pytest.mark.standard_promotion
 
 
-def small(layers: int, length: int, *, remat: bool, looped: bool) -> Task:
-    return mlp(length, layers, "f32", remat)
+def small(length: int, *, remat: bool, looped: bool) -> Task:
+    return mlp(length, 2, "f32", remat)
 
 
 def test_what_fits_along_an_axis(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    axes = {"layers": scale.Axis(2), "length": scale.Axis(512, 128)}
+    axes = {"length": scale.Axis(512, 128)}
     monkeypatch.setitem(scale.MODELS, "small", scale.Growing(small, optax.sgd(0.1), axes))
     out = tmp_path / "out.json"
     limits = ["--memory", "8 MiB", "--tolerance", "0.2", "--json", str(out)]

@@ -40,7 +40,9 @@ READERS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "cumulative")) for n in READERS]
+)
 def test_masked_values_do_not_drown_the_others(name: str, fill: float) -> None:
     def loss(w: jax.Array) -> jax.Array:
         h = jnp.where(MASK, X @ w, fill)

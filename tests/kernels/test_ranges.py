@@ -13,6 +13,8 @@ from jact_kernels import dequantize, plan_groups, quantize, quantized_nbytes, ro
 from jact_kernels.quantize.ranges import Scheme, measure
 
 BITS = (1, 2, 4, 7, 8)
+#: How codes are packed is tested elsewhere; their ranges are the same.
+SLOW = (2, 8)
 # Every other one with either way to store ranges.
 EDGED = [
     {
@@ -25,6 +27,14 @@ EDGED = [
     for stochastic in (True, False)
 ]
 STORED = [{"bits": bits, "ranges": ranges} for bits in BITS for ranges in ("float32", "uint8")]
+
+
+def some(options: list[dict[str, Any]]) -> list[Any]:
+    """The options as parameters of a test."""
+    return [
+        pytest.param(o, marks=[pytest.mark.slow] * (o["bits"] in SLOW), id=label(o))
+        for o in options
+    ]
 
 
 def label(options: dict[str, Any]) -> str:
@@ -82,7 +92,7 @@ def steps(x: jax.Array, *, stochastic: bool = True, zero_edge: bool = False, **o
     return np.broadcast_to(np.expand_dims(step, groups.axes), groups.split_shape).reshape(x.shape)
 
 
-@pytest.mark.parametrize("options", EDGED, ids=label)
+@pytest.mark.parametrize("options", some(EDGED))
 def test_signs_survive(options: dict[str, Any]) -> None:
     x = groups_of_every_kind()
     y = decoded(x, **options)
@@ -95,7 +105,7 @@ def test_signs_survive(options: dict[str, Any]) -> None:
     assert (y[..., 9][zeros[..., 9]] < 0).all()
 
 
-@pytest.mark.parametrize("options", EDGED, ids=label)
+@pytest.mark.parametrize("options", some(EDGED))
 def test_error_bound_with_an_edge_at_zero(options: dict[str, Any]) -> None:
     x = groups_of_every_kind()
     error = np.abs(decoded(x, **options) - np.asarray(x, np.float64))
@@ -108,7 +118,7 @@ def test_error_bound_with_an_edge_at_zero(options: dict[str, Any]) -> None:
     assert (bound.max((0, 1)) <= span * 1.1 / max(2 ** options["bits"] - 2, 1) + 1e-29)[:5].all()
 
 
-@pytest.mark.parametrize("options", [o for o in EDGED if o["stochastic"]], ids=label)
+@pytest.mark.parametrize("options", some([o for o in EDGED if o["stochastic"]]))
 def test_unbiased_away_from_zero(options: dict[str, Any]) -> None:
     x = groups_of_every_kind()[..., :7]
     count = 500
@@ -130,7 +140,7 @@ def test_unbiased_away_from_zero(options: dict[str, Any]) -> None:
     assert actual[near].mean() == pytest.approx(expected[near].mean(), rel=0.03)
 
 
-@pytest.mark.parametrize("options", [o for o in EDGED if not o["stochastic"]], ids=label)
+@pytest.mark.parametrize("options", some([o for o in EDGED if not o["stochastic"]]))
 def test_error_model_of_the_nearest(options: dict[str, Any]) -> None:
     x = groups_of_every_kind()[..., :7]
     error = np.square(decoded(x, **options) - np.asarray(x, np.float64))
@@ -138,7 +148,7 @@ def test_error_model_of_the_nearest(options: dict[str, Any]) -> None:
     np.testing.assert_allclose(expected, error, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", STORED, ids=label)
+@pytest.mark.parametrize("options", some(STORED))
 def test_unbiased_however_ranges_are_stored(options: dict[str, Any]) -> None:
     offset = jnp.asarray([0.0, 1000.0, -1000.0, 3.3, 0.0, 0.0], jnp.float32)
     spread = jnp.asarray([1.0, 0.1, 0.1, 0.0, 1e-15, 1e15], jnp.float32)
@@ -189,7 +199,7 @@ def test_bad_groups_keep_to_themselves(options: dict[str, Any]) -> None:
     assert np.isnan(everything_bad).all()
 
 
-@pytest.mark.parametrize("options", [*EDGED, *STORED], ids=label)
+@pytest.mark.parametrize("options", some([*EDGED, *STORED]))
 def test_finite_stays_finite(options: dict[str, Any]) -> None:
     limit = float(np.finfo(np.float32).max)
     low = np.array([-limit, 0, -limit, limit, -limit, 1e-45, -1e-42, 1e38])
