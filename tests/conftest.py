@@ -14,6 +14,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.compilation import compile_quickly  # noqa: E402
+
 # An implicit promotion in jact's own code would change a gradient's dtype unnoticed.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -23,21 +25,27 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("jact", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("jact")
 
-#: Their tests compile hundreds of small programs and run each once: LLVM need not optimise them. It
-#: comes after what decides on memory. The tests marked `oldest` of the engine compile as users do.
+#: Their tests compile hundreds of small programs, often the same, and run each once. LLVM need not
+#: optimise them (it comes after what decides on memory), and what one test has compiled another one
+#: reads from a folder. The tests marked `oldest` of the engine compile as users do.
 QUICK = ("codecs", "engine", "flax", "transform")
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("compiled"))
+
+
 @pytest.fixture(autouse=True)
-def _compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+def _compile_quickly(request: pytest.FixtureRequest, compiled: str) -> Iterator[None]:
     folder = request.path.parent.name
     as_users_do = folder == "engine" and request.node.get_closest_marker("oldest") is not None
     if folder not in QUICK or as_users_do:
         yield
         return
-    jax.config.update("jax_disable_most_optimizations", True)
+    compile_quickly(compiled)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    compile_quickly(None)
 
 
 @pytest.fixture(autouse=True)

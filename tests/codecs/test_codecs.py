@@ -31,6 +31,12 @@ ALL: list[Codec] = [
     Offload(inner=Mask()),
 ]
 
+#: What these combine is checked with the others, and by itself.
+COMBINED = [
+    *(PRESETS[name] for name in ("int5", "int6", "pool2-int4", "pool2-int8", "offload-int4")),
+    *ALL[len(PRESETS) :],
+]
+
 parametrize_codec = pytest.mark.parametrize("codec", ALL, ids=lambda codec: codec.name)
 
 
@@ -42,11 +48,9 @@ def sample(shape: tuple[int, ...], dtype: str, seed: int = 0) -> jax.Array:
 @pytest.mark.parametrize(
     "codec",
     [
-        *PRESETS.values(),
-        # What these combine is checked with the presets, and by itself.
-        *(pytest.param(codec, marks=pytest.mark.slow) for codec in ALL[len(PRESETS) :]),
+        pytest.param(codec, marks=[pytest.mark.slow] * (codec in COMBINED), id=codec.name)
+        for codec in ALL
     ],
-    ids=lambda codec: codec.name,
 )
 def test_codec_keeps_its_promises(codec: Codec) -> None:
     check_codec(codec)

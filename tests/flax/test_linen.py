@@ -125,21 +125,39 @@ def step(net: nn.Module, variables: Any, **options: Any) -> Any:
     return gradient(rest.pop("params"), rest, jax.random.key(3))
 
 
+#: In evaluation, two forms stand for all.
+FORMS_AND_TRAIN = [
+    *((form, True) for form in FORMS),
+    *((form, False) for form in ("class", "function")),
+    *(
+        pytest.param(form, False, marks=pytest.mark.slow)
+        for form in FORMS
+        if form not in ("class", "function")
+    ),
+]
+
+
+@functools.cache
+def plain_results(plain: nn.Module, **options: Any) -> tuple[Any, Any, Any]:
+    """The variables of a plain model, made outside and inside of `jax.jit`, and a step of it."""
+    variables = init(plain)
+    compiled = jax.jit(functools.partial(init, plain))()
+    return variables, compiled, step(plain, variables, **options)
+
+
 def assert_like_plain(net: nn.Module, plain: nn.Module, count: int, **options: Any) -> None:
     """Checks parameters, value, state, gradient, and how many values the net saves encoded."""
-    variables = init(plain)
+    variables, compiled, expected = plain_results(plain, **options)
     checks.assert_equal(init(net), variables)
-    compiled = (jax.jit(functools.partial(init, module))() for module in (net, plain))
-    checks.assert_equal(*compiled)
-    checks.assert_same_step(step(net, variables, **options), step(plain, variables, **options))
+    checks.assert_equal(jax.jit(functools.partial(init, net))(), compiled)
+    checks.assert_same_step(step(net, variables, **options), expected)
     rest = dict(variables)
     arguments = rest.pop("params"), rest, jax.random.key(3)
     gradient = jax.grad(make_loss(net, **options), has_aux=True)
     assert len(checks.codes(gradient, *arguments)) == count
 
 
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "train"), FORMS_AND_TRAIN)
 def test_forms(form: str, train: bool) -> None:
     # The block's input and its hidden layer, before normalisation.
     count = 0 if form == "plain" else 2

@@ -105,16 +105,32 @@ def run(form: str, gradient: Callable[..., Any] = nnx.value_and_grad, train: boo
     return results, nnx.to_pure_dict(nnx.state(net))
 
 
+#: In evaluation, two forms stand for all.
+FORMS_AND_TRAIN = [
+    *((form, True) for form in FORMS),
+    *((form, False) for form in ("instance", "function")),
+    *(
+        pytest.param(form, False, marks=pytest.mark.slow)
+        for form in FORMS
+        if form not in ("instance", "function")
+    ),
+]
+
+
+@functools.cache
+def plain_run(train: bool) -> Any:
+    return run("plain", train=train)
+
+
 def assert_same_run(got: Any, want: Any) -> None:
     for one, other in zip(got[0], want[0], strict=True):
         checks.assert_same_step(one, other)
     checks.assert_equal(got[1], want[1])
 
 
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "train"), FORMS_AND_TRAIN)
 def test_forms(form: str, train: bool) -> None:
-    got, want = run(form, train=train), run("plain", train=train)
+    got, want = run(form, train=train), plain_run(train)
     assert_same_run(got, want)
     assert int(got[1]["block"]["calls"]) == 3
     definition, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
