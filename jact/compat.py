@@ -293,9 +293,14 @@ def barrier[S, T](values: S, on_one_device: T) -> tuple[S, T]:
     """
     arrays, tree = jax.tree.flatten((values, on_one_device))
     num_always = len(jax.tree.leaves(values))
-    if num_always == len(arrays) or any(is_ref(jax.typeof(x)) for x in arrays):
+    everywhere = num_always == len(arrays) and not any(map(_has_two_bits, arrays))
+    if everywhere or any(is_ref(jax.typeof(x)) for x in arrays):
         return jax.lax.optimization_barrier((values, on_one_device))
     return jax.tree.unflatten(tree, _barrier.bind(*arrays, num_always=num_always))
+
+
+def _has_two_bits(x: Any) -> bool:
+    return jax.typeof(x).dtype.name in ("int2", "uint2")
 
 
 _barrier = jex.Primitive("jact_barrier")
@@ -310,10 +315,20 @@ def _apply_barrier(*arrays: Any, num_always: int) -> Any:
 def _lower_barrier(ctx: Any, *arrays: Any, num_always: int) -> Any:
     context = ctx.module_context.axis_context
     devices = context.mesh.size if hasattr(context, "mesh") else getattr(context, "num_devices", 1)
+    # XLA's compiler for TPUs (libtpu 0.0.52) aborts where a barrier over several arrays has one of
+    # two bits. Those have barriers of their own there.
+    alone = "tpu" in ctx.module_context.platforms
 
     def apply(*arrays: Any) -> list[Any]:
-        held = len(arrays) if devices == 1 else num_always
-        return [*jax.lax.optimization_barrier(arrays[:held]), *arrays[held:]]
+        result = list(arrays)
+        count = len(arrays) if devices == 1 else num_always
+        single = [i for i in range(count) if alone and _has_two_bits(arrays[i])]
+        joint = [i for i in range(count) if i not in single]
+        for group in (joint, *([i] for i in single)):
+            held = jax.lax.optimization_barrier([arrays[i] for i in group])
+            for i, array in zip(group, held, strict=True):
+                result[i] = array
+        return result
 
     return mlir.lower_fun(apply, multiple_results=True)(ctx, *arrays)
 
