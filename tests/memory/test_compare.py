@@ -200,7 +200,7 @@ class TestAdvice:
         assert words in text and "Net/Block_7" in text
 
     def test_the_peak_is_taken_apart(self) -> None:
-        task = MODELS["transformer_small"].task(batch=2, layers=2)
+        task = MODELS["convnet_small"].task(batch=4)
         peak = jact.report(task.loss, has_aux=True, peak=True)(*task.abstract()).peak
         assert peak is not None and peak.phase == "backward"
         assert 0 < peak.forward_bytes < peak.bytes
