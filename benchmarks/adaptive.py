@@ -141,7 +141,8 @@ class Run:
         """The seconds of a probe, of a step and of compiling one, and what adapting costs."""
         controller, steps = self.controller, self.controller._schedule.steps
         program = steps.find(controller._schedule.at.plans)
-        probe = self._median(lambda: steps.probe(controller._schedule.mode, self.arguments, {}))
+        mode, types = controller._schedule.mode, Arguments(self.arguments, {})
+        probe = self._median(lambda: steps.probe(mode, types, self.arguments, {}))
         step = self._median(lambda: program(*self.arguments))
         compiling = program.cpu_seconds
         cost = (probe + compiling / (os.cpu_count() or 1)) / (EVERY * step)
