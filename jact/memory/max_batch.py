@@ -68,7 +68,7 @@ class MaxBatch:
         """
         sizes = {result.policy: result.size for result in self.results}
         if policy not in sizes:
-            raise KeyError(f"policy {must_be_one_of(policy, sizes, hint="")}")
+            raise KeyError(f"policy {must_be_one_of(policy, sizes, hint='')}")
         return sizes[policy]
 
     def ratio(self, policy: str) -> float | None:
