@@ -324,7 +324,7 @@ def _lower_barrier(ctx: Any, *arrays: Any, num_always: int) -> Any:
         count = len(arrays) if devices == 1 else num_always
         single = [i for i in range(count) if alone and _has_two_bits(arrays[i])]
         joint = [i for i in range(count) if i not in single]
-        for group in (joint, *([i] for i in single)):
+        for group in filter(None, (joint, *([i] for i in single))):
             held = jax.lax.optimization_barrier([arrays[i] for i in group])
             for i, array in zip(group, held, strict=True):
                 result[i] = array

@@ -12,27 +12,22 @@ from tests.adapt.steps import CONTROLLERS
 from tests.compilation import compile_quickly
 
 
-@pytest.fixture(scope="session")
-def _compiled(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("compiled"))
-
-
 # Of the whole module, so that what its fixtures compile rounds as what its tests do.
 @pytest.fixture(scope="module", autouse=True)
-def _compile_quickly(_compiled: str) -> Iterator[None]:
-    compile_quickly(_compiled)
+def _compile_quickly(compiled: str) -> Iterator[None]:
+    compile_quickly(compiled)
     yield
     compile_quickly(None)
 
 
 @pytest.fixture(autouse=True)
-def _compile_as_users_do(request: pytest.FixtureRequest, _compiled: str) -> Iterator[None]:
+def _compile_as_users_do(request: pytest.FixtureRequest, compiled: str) -> Iterator[None]:
     if request.node.get_closest_marker("oldest") is None:
         yield
         return
     compile_quickly(None)
     yield
-    compile_quickly(_compiled)
+    compile_quickly(compiled)
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +35,7 @@ def _finish_background_work() -> Iterator[None]:
     """Else a test that replaces `Program.compile` would hear from an earlier test's controller."""
     yield
     for controller in CONTROLLERS:
-        if (
-            controller._schedule.at.pending is not None
-            and controller._schedule.at.pending.future is not None
-        ):
-            controller._schedule.at.pending.future.exception()
+        pending = controller._schedule.at.pending
+        if pending is not None and pending.future is not None:
+            pending.future.exception()
     CONTROLLERS.clear()

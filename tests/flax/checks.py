@@ -1,10 +1,11 @@
 """What the tests of both doors share: inputs, and comparisons with the plain model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.extend import core as jex
 
 from jact import compat
@@ -15,6 +16,14 @@ ROWS, WIDTH, HIDDEN = 256, 64, 128
 X = jax.random.normal(jax.random.key(0), (ROWS, WIDTH))
 #: The relative error of a gradient that is allowed at 8 bits.
 TOLERANCE = 0.02
+
+
+def parametrize_forms(forms: Iterable[str], in_evaluation: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Every form in training; in evaluation some stand for all, and the others are slow tests."""
+    slow = [pytest.param(f, False, marks=pytest.mark.slow) for f in forms if f not in in_evaluation]
+    training = [(form, True) for form in forms]
+    evaluation = [(form, False) for form in in_evaluation]
+    return pytest.mark.parametrize(("form", "train"), [*training, *evaluation, *slow])
 
 
 def assert_equal(got: Any, want: Any) -> None:

@@ -125,18 +125,6 @@ def step(net: nn.Module, variables: Any, **options: Any) -> Any:
     return gradient(rest.pop("params"), rest, jax.random.key(3))
 
 
-#: In evaluation, two forms stand for all.
-FORMS_AND_TRAIN = [
-    *((form, True) for form in FORMS),
-    *((form, False) for form in ("class", "function")),
-    *(
-        pytest.param(form, False, marks=pytest.mark.slow)
-        for form in FORMS
-        if form not in ("class", "function")
-    ),
-]
-
-
 @functools.cache
 def plain_results(plain: nn.Module, **options: Any) -> tuple[Any, Any, Any]:
     """The variables of a plain model, made outside and inside of `jax.jit`, and a step of it."""
@@ -157,7 +145,7 @@ def assert_like_plain(net: nn.Module, plain: nn.Module, count: int, **options: A
     assert len(checks.codes(gradient, *arguments)) == count
 
 
-@pytest.mark.parametrize(("form", "train"), FORMS_AND_TRAIN)
+@checks.parametrize_forms(FORMS, in_evaluation=("class", "function"))
 def test_forms(form: str, train: bool) -> None:
     # The block's input and its hidden layer, before normalisation.
     count = 0 if form == "plain" else 2

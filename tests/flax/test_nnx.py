@@ -105,18 +105,6 @@ def run(form: str, gradient: Callable[..., Any] = nnx.value_and_grad, train: boo
     return results, nnx.to_pure_dict(nnx.state(net))
 
 
-#: In evaluation, two forms stand for all.
-FORMS_AND_TRAIN = [
-    *((form, True) for form in FORMS),
-    *((form, False) for form in ("instance", "function")),
-    *(
-        pytest.param(form, False, marks=pytest.mark.slow)
-        for form in FORMS
-        if form not in ("instance", "function")
-    ),
-]
-
-
 @functools.cache
 def plain_run(train: bool) -> Any:
     return run("plain", train=train)
@@ -128,7 +116,7 @@ def assert_same_run(got: Any, want: Any) -> None:
     checks.assert_equal(got[1], want[1])
 
 
-@pytest.mark.parametrize(("form", "train"), FORMS_AND_TRAIN)
+@checks.parametrize_forms(FORMS, in_evaluation=("instance", "function"))
 def test_forms(form: str, train: bool) -> None:
     got, want = run(form, train=train), plain_run(train)
     assert_same_run(got, want)
