@@ -34,6 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", type=float, default=0.01, help="the bracket's width as a share; 0 is exact"
     )
+    parser.add_argument("--multiple", type=int, default=1, help="sizes are multiples of it")
 
 
 def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -48,6 +49,7 @@ def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
             target=None if chosen.target == "cpu" else chosen.target,
             policies=[policy],
             start=case.overrides["batch"],
+            multiple=chosen.multiple,
             tolerance=chosen.tolerance,
         )
         (result,) = found.to_json()["results"]

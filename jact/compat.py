@@ -285,18 +285,27 @@ def constrain_sharding(atom: Any, sharding: Any) -> Any:
     return eqn.replace(invars=[atom], outvars=[new_var(atom.aval)])
 
 
-def barrier[S, T](values: S, on_one_device: T) -> tuple[S, T]:
+def barrier[S, T](values: S, on_one_device: T, products: Sequence[Any] = ()) -> tuple[S, T]:
     """`lax.optimization_barrier` over both pytrees; over the first one alone on several devices.
 
     There, what is to be summed over devices would be summed by itself and at once, rather than
     together with its like.
+
+    Args:
+        values: waits everywhere.
+        on_one_device: waits where there is one device.
+        products: those of the arrays that are products of matrices. XLA computes them in two
+            dimensions. On one device they wait in two as well: between a product and a barrier in
+            more there is a reshape that no fusion takes in, and what reads the product next, with
+            another layout than its own, cannot be written in its place.
     """
     arrays, tree = jax.tree.flatten((values, on_one_device))
     num_always = len(jax.tree.leaves(values))
-    everywhere = num_always == len(arrays) and not any(map(_has_two_bits, arrays))
+    flat = tuple(i for i, x in enumerate(arrays) if x.ndim > 2 and any(x is p for p in products))
+    everywhere = num_always == len(arrays) and not any(map(_has_two_bits, arrays)) and not flat
     if everywhere or any(is_ref(jax.typeof(x)) for x in arrays):
         return jax.lax.optimization_barrier((values, on_one_device))
-    return jax.tree.unflatten(tree, _barrier.bind(*arrays, num_always=num_always))
+    return jax.tree.unflatten(tree, _barrier.bind(*arrays, num_always=num_always, flat=flat))
 
 
 def _has_two_bits(x: Any) -> bool:
@@ -307,12 +316,12 @@ _barrier = jex.Primitive("jact_barrier")
 _barrier.multiple_results = True
 
 
-def _apply_barrier(*arrays: Any, num_always: int) -> Any:
-    del num_always
+def _apply_barrier(*arrays: Any, num_always: int, flat: tuple[int, ...]) -> Any:
+    del num_always, flat
     return jax.lax.optimization_barrier(arrays)
 
 
-def _lower_barrier(ctx: Any, *arrays: Any, num_always: int) -> Any:
+def _lower_barrier(ctx: Any, *arrays: Any, num_always: int, flat: tuple[int, ...]) -> Any:
     context = ctx.module_context.axis_context
     devices = context.mesh.size if hasattr(context, "mesh") else getattr(context, "num_devices", 1)
     # XLA's compiler for TPUs (libtpu 0.0.52) aborts where a barrier over several arrays has one of
@@ -324,24 +333,26 @@ def _lower_barrier(ctx: Any, *arrays: Any, num_always: int) -> Any:
         count = len(arrays) if devices == 1 else num_always
         single = [i for i in range(count) if alone and _has_two_bits(arrays[i])]
         joint = [i for i in range(count) if i not in single]
+        for i in flat if devices == 1 else ():
+            result[i] = arrays[i].reshape(-1, arrays[i].shape[-1])
         for group in filter(None, (joint, *([i] for i in single))):
-            held = jax.lax.optimization_barrier([arrays[i] for i in group])
+            held = jax.lax.optimization_barrier([result[i] for i in group])
             for i, array in zip(group, held, strict=True):
-                result[i] = array
+                result[i] = array.reshape(arrays[i].shape)
         return result
 
     return mlir.lower_fun(apply, multiple_results=True)(ctx, *arrays)
 
 
 _barrier.def_impl(_apply_barrier)
-_barrier.def_abstract_eval(lambda *avals, num_always: list(avals))
+_barrier.def_abstract_eval(lambda *avals, **params: list(avals))
 mlir.register_lowering(_barrier, _lower_barrier)
-ad.primitive_jvps[_barrier] = lambda primals, tangents, num_always: (
-    _barrier.bind(*primals, num_always=num_always),
+ad.primitive_jvps[_barrier] = lambda primals, tangents, **params: (
+    _barrier.bind(*primals, **params),
     list(tangents),
 )
-batching.primitive_batchers[_barrier] = lambda arrays, axes, num_always: (
-    _barrier.bind(*arrays, num_always=num_always),
+batching.primitive_batchers[_barrier] = lambda arrays, axes, **params: (
+    _barrier.bind(*arrays, **params),
     axes,
 )
 

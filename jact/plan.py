@@ -110,6 +110,10 @@ class Plan:
             raise ValueError(f"the text is not that of a plan: {error}") from error
 
 
+class NeverAdapts(UserWarning):
+    """Warns of a controller whose training step something else has compiled."""
+
+
 @runtime_checkable
 class Adaptive(Protocol):
     """What chooses a policy anew whenever a function is traced, such as a `jact.Controller`."""
@@ -123,7 +127,7 @@ class Adaptive(Protocol):
         """Calls a function under the policy for this trace.
 
         Args:
-            function: a `jact.transform.Compressed` with this policy.
+            function: a `jact.compressed_function.Compressed` with this policy.
             args: its positional arguments: pytrees of arrays.
             kwargs: its keyword arguments, likewise.
         """

@@ -14,7 +14,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.compilation import compile_quickly  # noqa: E402
+from tests.compilation import compiled_into  # noqa: E402
 
 # An implicit promotion in jact's own code would change a gradient's dtype unnoticed.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -43,9 +43,8 @@ def _compile_quickly(request: pytest.FixtureRequest, compiled: str) -> Iterator[
     if folder not in QUICK or as_users_do:
         yield
         return
-    compile_quickly(compiled)
-    yield
-    compile_quickly(None)
+    with compiled_into(compiled):
+        yield
 
 
 @pytest.fixture(autouse=True)

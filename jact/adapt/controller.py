@@ -23,7 +23,7 @@ from jact.adapt.schedule import Schedule
 from jact.adapt.state import Progress
 from jact.adapt.steps import Steps
 from jact.codecs import Codec
-from jact.plan import Plan, PolicyLike
+from jact.plan import NeverAdapts, Plan, PolicyLike
 from jact.policy import Policy
 
 
@@ -287,6 +287,7 @@ class Controller:
                 "measures and adapts only in a step that controller.jit compiles: here the policy "
                 "never changes. Above the training step, write @controller.jit in the place of "
                 "@jax.jit.",
+                NeverAdapts,
                 skip_file_prefixes=compat.LIBRARY_FOLDERS,
             )
 

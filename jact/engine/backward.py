@@ -83,6 +83,8 @@ class _BackwardPass:
         # each equation's could be used at once, so residuals also wait for what came out last.
         self._given = set(linearized.cotangent_inputs)
         self._previous: Any = None
+        # The products that are larger than what they were made from.
+        self._widened: set[Var] = set()
         # The gradients that no later decoding has waited for yet.
         self._unsettled = {
             v for v in self._program.outvars if compat.is_var(v) and v not in self._atoms
@@ -118,6 +120,7 @@ class _BackwardPass:
             [self._atoms[v] for v in wanted],
             cotangents,
             before,
+            [self._env[v] for v in waiting if v in self._widened],
         )
         self._env.update(zip(wanted, values, strict=True))
         self._env.update(zip(waiting, waited[: len(waiting)], strict=True))
@@ -136,6 +139,7 @@ class _BackwardPass:
             if self._tokens.get(var) is var and is_differentiable(var.aval.dtype):
                 self._previous = self._env[var]
         if _widens(eqn, self._tokens):
+            self._widened.update(eqn.outvars)
             self._residuals.forget()
 
 
@@ -200,7 +204,11 @@ class _Residuals:
         self._time = 0
 
     def get(
-        self, wanted: Sequence[Atom], cotangents: Sequence[Any], gradients: Sequence[Any]
+        self,
+        wanted: Sequence[Atom],
+        cotangents: Sequence[Any],
+        gradients: Sequence[Any],
+        products: Sequence[Any] = (),
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """The values of residuals, made no earlier than the cotangents.
 
@@ -208,6 +216,7 @@ class _Residuals:
             wanted: atoms of the forward program.
             cotangents: what the residuals are wanted for.
             gradients: what had better be computed before them.
+            products: those of the cotangents that are products of matrices.
 
         Returns:
             The values, and the cotangents and the gradients again: those that readers must use from
@@ -218,7 +227,7 @@ class _Residuals:
         ]
         cotangents, gradients = list(cotangents), list(gradients)
         if missing:
-            cotangents, gradients = self._make(missing, cotangents, gradients)
+            cotangents, gradients = self._make(missing, cotangents, gradients, products)
         for atom in wanted:
             if compat.is_var(atom):
                 self._last_use[atom] = self._time
@@ -237,7 +246,11 @@ class _Residuals:
         self._last_use.clear()
 
     def _make(
-        self, wanted: Sequence[Var], cotangents: list[Any], gradients: list[Any]
+        self,
+        wanted: Sequence[Var],
+        cotangents: list[Any],
+        gradients: list[Any],
+        products: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
         eqns, leaves = self._producers.cone(wanted, lambda v: v in self._made or v in self._saved)
         to_decode = [v for v in leaves if v in self._saved and v not in self._made]
@@ -253,7 +266,7 @@ class _Residuals:
         other_values, weight_values = ([self._inputs[v] for v in vs] for vs in (others, weights))
         if to_decode or inputs or gradients:
             (codes, other_values, cotangents), (weight_values, gradients) = compat.barrier(
-                (codes, other_values, cotangents), (weight_values, gradients)
+                (codes, other_values, cotangents), (weight_values, gradients), products
             )
         env = {v: self._made[v] for v in leaves if v in self._made}
         env.update(zip([*others, *weights], [*other_values, *weight_values], strict=True))

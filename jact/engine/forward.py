@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jact.engine import costs, marks
 from jact.engine import program as programs
 from jact.engine.linearize import Linearized, is_differentiable
 from jact.engine.marks import Mark
-from jact.engine.program import Equation, Var
+from jact.engine.program import Atom, Equation, Program, Var
 from jact.engine.select import Saved, Selection
 
 
@@ -87,13 +87,17 @@ def run_forward(
 
     def encode_results(eqn: Equation) -> None:
         for var in eqn.outvars:
+            # What will be in memory anyway had better be encoded alone.
+            if var in index and var in read_in_memory:
+                settle([var])
             encode(var)
 
     for var in program.invars:
         encode(var)
-    wanted = [*linearized.outputs, *index]
+    eqns = _ordered(program, linearized.outputs, index)
+    read_in_memory = {v for e in eqns if costs.is_expensive(e) for v in programs.operands(e)}
     programs.evaluate(
-        programs.live_equations(program.eqns, wanted),
+        eqns,
         env,
         keep=linearized.outputs,
         before=settle_before,
@@ -105,6 +109,25 @@ def run_forward(
         marks.write(_sent(code, entry.codec), _marks(entry, scope))
         for code, entry in zip(codes, saved, strict=True)
     ]
+
+
+def _ordered(program: Program, outputs: Sequence[Atom], saved: Iterable[Var]) -> list[Equation]:
+    """The equations behind the function's results and what it saves, in the order to run them.
+
+    What the backward pass alone needs is made, and can be encoded, as soon as there is what it is
+    made from: before the function goes on from the same values, and no longer needs them.
+    """
+    function = {id(eqn) for eqn in programs.live_equations(program.eqns, outputs)}
+    live = programs.live_equations(program.eqns, [*outputs, *saved])
+    # For each equation, the function's own one that it follows, or is.
+    places: list[int] = []
+    made_at: dict[Var, int] = {}
+    for i, eqn in enumerate(live):
+        behind = (made_at.get(v, -1) for v in programs.operands(eqn))
+        places.append(i if id(eqn) in function else max(behind, default=-1))
+        made_at.update((v, places[-1]) for v in eqn.outvars)
+    # Each place is first that of the function's equation, as the others depend on its results.
+    return [live[i] for i in sorted(range(len(live)), key=lambda i: places[i])]
 
 
 def _sent(code: Any, codec: Codec) -> Any:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jact.memory import assignment, targets
+from jact.plan import NeverAdapts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +194,7 @@ def _lower(
     options: dict[str, Any] = {} if free else {"out_shardings": targets.sharding(target)}
     with warnings.catch_warnings():
         # This `jax.jit` is no training step of the user's.
-        warnings.filterwarnings("ignore", message=r".* with a jact\.Controller as its policy")
+        warnings.simplefilter("ignore", NeverAdapts)
         return jax.jit(call, **options).lower(arrays)
 
 

@@ -9,25 +9,23 @@ from collections.abc import Iterator
 import pytest
 
 from tests.adapt.steps import CONTROLLERS
-from tests.compilation import compile_quickly
+from tests.compilation import compiled_into
 
 
 # Of the whole module, so that what its fixtures compile rounds as what its tests do.
 @pytest.fixture(scope="module", autouse=True)
 def _compile_quickly(compiled: str) -> Iterator[None]:
-    compile_quickly(compiled)
-    yield
-    compile_quickly(None)
+    with compiled_into(compiled):
+        yield
 
 
 @pytest.fixture(autouse=True)
-def _compile_as_users_do(request: pytest.FixtureRequest, compiled: str) -> Iterator[None]:
+def _compile_as_users_do(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("oldest") is None:
         yield
         return
-    compile_quickly(None)
-    yield
-    compile_quickly(compiled)
+    with compiled_into(None):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +33,7 @@ def _finish_background_work() -> Iterator[None]:
     """Else a test that replaces `Program.compile` would hear from an earlier test's controller."""
     yield
     for controller in CONTROLLERS:
-        pending = controller._schedule.at.pending
+        pending = controller._at.pending
         if pending is not None and pending.future is not None:
             pending.future.exception()
     CONTROLLERS.clear()

@@ -157,7 +157,7 @@ def test_compiles_in_the_background_while_steps_go_on(monkeypatch):
     d = Drifting(every=12, switch_after=8)
     for i in range(40):
         d.run(i, i + 1)
-        pending = d.controller._schedule.at.pending
+        pending = d.controller._at.pending
         # Steps are so short that all of them could pass before the job comes to its compilation.
         while pending and not (compiling.is_set() or pending.future.done()):
             time.sleep(0.01)
@@ -174,8 +174,8 @@ def test_the_switch_comes_at_its_step_and_compiles_nothing(caplog):
     jax.config.update("jax_log_compiles", True)
     try:
         for i in range(40):
-            if c._schedule.at.pending is not None:
-                c._schedule.at.pending.future.result()
+            if c._at.pending is not None:
+                c._at.pending.future.result()
             caplog.clear()
             d.run(i, i + 1)
             plans.append(c.plan)
@@ -430,7 +430,7 @@ class TestBatchSizes:
         self.run(c, sizes)
         other = controller(every=4, switch_after=1)
         other.restore(c.state)
-        assert other._schedule.at == c._schedule.at and other._schedule.at.waited == 2
+        assert other._at == c._at and other._at.waited == 2
 
 
 def gradient(c: jact.Controller):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command
-from tests.compilation import compile_quickly
+from tests.compilation import compiled_into
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -31,9 +31,8 @@ COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
 
 @pytest.fixture(autouse=True)
 def _compile_quickly(compiled: str) -> Any:
-    compile_quickly(compiled)
-    yield
-    compile_quickly(None)
+    with compiled_into(compiled):
+        yield
 
 
 @pytest.mark.parametrize("name", COMMANDS)

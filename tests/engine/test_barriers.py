@@ -31,6 +31,24 @@ def test_cotangents_wait_for_what_is_decoded_alone() -> None:
     assert all(("uint4", (256, 128)) in group for group in with_cotangents)
 
 
+def test_products_wait_in_two_dimensions() -> None:
+    """A product in three leaves a reshape before the barrier, and is not written over behind it."""
+
+    def lowered(x: jax.Array) -> str:
+        gradient = jax.jit(jact.grad(loss, policy="int4"))
+        return gradient.trace((V, W), x).lower(lowering_platforms=("cuda",)).as_text()
+
+    def barriers(text: str) -> list[str]:
+        return re.findall(r"optimization_barrier .*? : (.*)", text)
+
+    # The cotangent of the hidden layer is made from one that is half as large; the result of the
+    # forward pass lies where the function has it.
+    in_three = barriers(lowered(X.reshape(4, 64, 64)))
+    assert sum("tensor<256x128xf32>" in types for types in in_three) == 1
+    assert sum("tensor<4x64x128xf32>" in types for types in in_three) == 1
+    assert sum("tensor<256x128xf32>" in types for types in barriers(lowered(X))) == 2
+
+
 @pytest.mark.parametrize("policy", ["int2", "hybrid2"])
 def test_codes_of_two_bits_wait_alone_on_a_tpu(policy: str) -> None:
     """Its compiler aborts the process where a barrier over several arrays has one of two bits."""
@@ -47,7 +65,24 @@ def test_codes_of_two_bits_wait_alone_on_a_tpu(policy: str) -> None:
     assert all(", " not in types for types in of_tpu)
 
 
-def test_values_pass() -> None:
-    arrays: Any = (jnp.arange(8).astype(jnp.uint2), X)
-    got = jax.jit(compat.barrier)(arrays, V)
-    jax.tree.map(lambda a, b: bool((a == b).all()) or pytest.fail("differs"), got, (arrays, V))
+def test_derivatives_are_encoded_before_the_function_goes_on() -> None:
+    """Where the derivative and the result are saved, one of them is in memory at a time."""
+    policy = jact.Policy(default="int4", derivatives=True)
+    eqns = list(equations(jax.make_jaxpr(jact.grad(loss, policy=policy))((V, W), X)))
+    results = [
+        e
+        for e in eqns
+        if "barrier" in e.primitive.name
+        and [v.aval.shape for v in e.invars if v.aval.dtype == jnp.float32] == [(256, 128)]
+    ]
+    # The result waits for the code of the derivative, then its reader for the code of the result.
+    ranges = [[v.aval.dtype.name for v in e.invars].count("uint4") for e in results]
+    assert ranges[:2] == [1, 1]
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (2, 4, 16)])
+def test_values_pass(shape: tuple[int, ...]) -> None:
+    arrays: Any = (jnp.arange(8).astype(jnp.uint2), X, product := cases.normal(3, *shape))
+    got = jax.jit(lambda a, b: compat.barrier((a, b[1]), V, [b[1]]))(arrays[:2], (X, product))
+    want = ((arrays[:2], product), V)
+    jax.tree.map(lambda a, b: bool((a == b).all()) or pytest.fail("differs"), got, want)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.compilation import compile_quickly
+from tests.compilation import compiled_into
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -26,9 +26,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", autouse=True)
 def _compile_quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """LLVM need not optimise, and what one run has compiled the next one reads from a folder."""
-    compile_quickly(str(tmp_path_factory.mktemp("compiled")))
-    yield
-    compile_quickly(None)
+    with compiled_into(str(tmp_path_factory.mktemp("compiled"))):
+        yield
 
 
 def lines(file: pathlib.Path) -> list[dict[str, Any]]:
