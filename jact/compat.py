@@ -19,6 +19,8 @@ from jax.extend import linear_util, source_info_util
 from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from jact_kernels.compat import num_devices
+
 #: Names under which JAX has called the equation of a nested `jax.jit`.
 JIT_PRIMITIVES = frozenset({"jit", "pjit"})
 #: Names under which JAX has called the equation of a jaxpr applied as it is.
@@ -301,15 +303,11 @@ def barrier[S, T](values: S, on_one_device: T, products: Sequence[Any] = ()) -> 
     """
     arrays, tree = jax.tree.flatten((values, on_one_device))
     num_always = len(jax.tree.leaves(values))
-    flat = tuple(i for i, x in enumerate(arrays) if x.ndim > 2 and any(x is p for p in products))
-    everywhere = num_always == len(arrays) and not any(map(_has_two_bits, arrays)) and not flat
+    flat = tuple(i for i, x in enumerate(arrays) if any(x is p and p.ndim > 2 for p in products))
+    everywhere = num_always == len(arrays) and not flat
     if everywhere or any(is_ref(jax.typeof(x)) for x in arrays):
         return jax.lax.optimization_barrier((values, on_one_device))
     return jax.tree.unflatten(tree, _barrier.bind(*arrays, num_always=num_always, flat=flat))
-
-
-def _has_two_bits(x: Any) -> bool:
-    return jax.typeof(x).dtype.name in ("int2", "uint2")
 
 
 _barrier = jex.Primitive("jact_barrier")
@@ -322,24 +320,16 @@ def _apply_barrier(*arrays: Any, num_always: int, flat: tuple[int, ...]) -> Any:
 
 
 def _lower_barrier(ctx: Any, *arrays: Any, num_always: int, flat: tuple[int, ...]) -> Any:
-    context = ctx.module_context.axis_context
-    devices = context.mesh.size if hasattr(context, "mesh") else getattr(context, "num_devices", 1)
-    # XLA's compiler for TPUs (libtpu 0.0.52) aborts where a barrier over several arrays has one of
-    # two bits. Those have barriers of their own there.
-    alone = "tpu" in ctx.module_context.platforms
+    one_device = num_devices(ctx) == 1
 
     def apply(*arrays: Any) -> list[Any]:
-        result = list(arrays)
-        count = len(arrays) if devices == 1 else num_always
-        single = [i for i in range(count) if alone and _has_two_bits(arrays[i])]
-        joint = [i for i in range(count) if i not in single]
-        for i in flat if devices == 1 else ():
-            result[i] = arrays[i].reshape(-1, arrays[i].shape[-1])
-        for group in filter(None, (joint, *([i] for i in single))):
-            held = jax.lax.optimization_barrier([result[i] for i in group])
-            for i, array in zip(group, held, strict=True):
-                result[i] = array.reshape(arrays[i].shape)
-        return result
+        if not one_device:
+            return [*jax.lax.optimization_barrier(arrays[:num_always]), *arrays[num_always:]]
+        waiting = list(arrays)
+        for i in flat:
+            waiting[i] = arrays[i].reshape(-1, arrays[i].shape[-1])
+        held = jax.lax.optimization_barrier(waiting)
+        return [x.reshape(array.shape) for x, array in zip(held, arrays, strict=True)]
 
     return mlir.lower_fun(apply, multiple_results=True)(ctx, *arrays)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.interpreters import partial_eval
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir, partial_eval
 
 
 def problem(implementation: str, platform: str) -> str | None:
@@ -31,6 +32,52 @@ def problem(implementation: str, platform: str) -> str | None:
 def is_varying(array: Any) -> bool:
     """Whether `shard_map` tracks along which axes of its mesh an array varies."""
     return bool(jax.typeof(array).manual_axis_type.varying)
+
+
+def num_devices(context: Any) -> int:
+    """How many devices the program that is being lowered is for."""
+    axes = context.module_context.axis_context
+    return axes.mesh.size if hasattr(axes, "mesh") else getattr(axes, "num_devices", 1)
+
+
+def by_devices(
+    x: jax.Array,
+    *,
+    one: Callable[[jax.Array], jax.Array],
+    several: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Applies one function where the program is for one device, and else another.
+
+    Only when a program is lowered is it known how many there are.
+
+    Args:
+      x: an array of integers or booleans.
+      one: for one device.
+      several: the same function, in a way that can be divided among devices.
+    """
+    return _by_devices.bind(x, one=one, several=several)
+
+
+_by_devices = Primitive("jact_by_devices")
+
+
+def _lower_by_devices(context: Any, x: Any, *, one: Any, several: Any) -> Any:
+    fun = one if num_devices(context) == 1 else several
+    return mlir.lower_fun(fun, multiple_results=False)(context, x)
+
+
+def _map_by_devices(args: Any, axes: Any, *, one: Any, several: Any) -> Any:
+    (x,), (axis,) = args, axes
+    mapped = (jax.vmap(fun, in_axes=axis) for fun in (one, several))
+    return by_devices(x, **dict(zip(("one", "several"), mapped, strict=True))), 0
+
+
+_by_devices.def_impl(lambda x, *, one, several: jax.jit(one)(x))
+_by_devices.def_abstract_eval(
+    lambda aval, *, one, several: jax.make_jaxpr(several)(aval).out_avals[0]
+)
+mlir.register_lowering(_by_devices, _lower_by_devices)
+batching.primitive_batchers[_by_devices] = _map_by_devices
 
 
 @functools.cache

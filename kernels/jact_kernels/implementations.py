@@ -57,16 +57,15 @@ _UNTRIED = (
     "XLA reads the input twice and Pallas once, but that kernel has not run on a device yet, "
     "and a sharded program cannot be partitioned through it"
 )
-_BOOLEANS = "a kernel for a TPU takes no booleans, and converting them costs what it would save"
 _WHY_XLA: Mapping[tuple[str, str], str] = {
     ("quantize", "cuda"): _UNTRIED,
     ("quantize", "tpu"): _UNTRIED,
     ("dequantize", "cuda"): _LEAST_BYTES,
-    ("dequantize", "tpu"): f"above one bit, {_LEAST_BYTES}",
+    ("dequantize", "tpu"): _LEAST_BYTES,
     ("pack_mask", "cuda"): _LEAST_BYTES,
-    ("pack_mask", "tpu"): _BOOLEANS,
+    ("pack_mask", "tpu"): _LEAST_BYTES,
     ("unpack_mask", "cuda"): _LEAST_BYTES,
-    ("unpack_mask", "tpu"): _BOOLEANS,
+    ("unpack_mask", "tpu"): _LEAST_BYTES,
     ("average_pool", "cuda"): _LEAST_BYTES,
     ("average_pool", "tpu"): (
         f"in images {_LEAST_BYTES}; in sequences Pallas does, but that kernel has not run on a "

@@ -120,7 +120,8 @@ def test_switches_only_where_the_gain_is_clear():
 
 def test_compilations_are_the_distinct_plans_and_bounded():
     d = Drifting(every=4, switch_after=2, max_compiled=2)
-    d.run(0, 50)
+    # To a step at which no plan is being compiled.
+    d.run(0, 52)
     c = d.controller
     chosen = [a.plan for a in c.history if a.switched]
     assert len(set(chosen)) >= 3
@@ -128,7 +129,7 @@ def test_compilations_are_the_distinct_plans_and_bounded():
     # A plan that was dropped is compiled again.
     assert len(set(chosen)) <= c.compilations <= len(chosen)
     kept = Drifting(every=4, switch_after=2, max_compiled=10)
-    kept.run(0, 50)
+    kept.run(0, 52)
     c = kept.controller
     assert (
         c.compilations == len({a.plan for a in c.history if a.switched}) == len(c._schedule.steps)

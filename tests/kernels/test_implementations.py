@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jact_kernels
-from jact_kernels import compat, implementations, plan_groups
+from jact_kernels import compat, implementations, packing, plan_groups
 from jact_kernels.mask import reference as mask_reference
 from jact_kernels.quantize import pallas_gpu, pallas_tpu, reference
 from jact_kernels.quantize.ranges import Scheme
@@ -130,8 +130,8 @@ def test_conformance(kernels: Any, dtype: str, bits: int) -> None:
 
 
 def unpacked(codes: jax.Array, scheme: Scheme) -> jax.Array:
-    if scheme.bits == 1:
-        codes = mask_reference.unpack_mask(codes, scheme.groups.shape)
+    if scheme.bits < 4:
+        codes = packing.unpack(codes, shape=scheme.groups.shape, bits=scheme.bits)
     return codes.astype(jnp.uint8)
 
 

@@ -5,7 +5,7 @@ import math
 
 import jax
 
-from jact_kernels import implementations
+from jact_kernels import implementations, packing
 from jact_kernels.mask import reference
 
 
@@ -66,7 +66,7 @@ def unpack_mask(
       [True, False, True]
     """
     choices = implementations.select("unpack_mask", implementation, {"shape": shape})
-    expected = reference.packed_shape(shape)
+    expected = packing.packed_shape(shape, 1)
     if packed.shape != expected:
         raise ValueError(f"a mask of shape {shape} packs into {expected}, got {packed.shape}")
     xla = functools.partial(reference.unpack_mask, shape=shape)
@@ -81,4 +81,4 @@ def mask_nbytes(shape: tuple[int, ...]) -> int:
       >>> mask_nbytes((128, 32, 32, 64)) == 128 * 32 * 32 * 64 // 8
       True
     """
-    return math.prod(reference.packed_shape(shape))
+    return math.prod(packing.packed_shape(shape, 1))

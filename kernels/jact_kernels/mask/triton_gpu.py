@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from jact_kernels import compat
-from jact_kernels.mask import reference
+from jact_kernels import compat, packing
 
 BLOCK = 1024
 """Bytes of the packed mask, or booleans of the unpacked one, per program."""
@@ -22,7 +21,7 @@ def unsupported(shape: tuple[int, ...]) -> str | None:
 
 def pack_mask(mask: jax.Array) -> jax.Array:
     """Packs a boolean array of any shape into uint8."""
-    packed = reference.packed_shape(mask.shape)
+    packed = packing.packed_shape(mask.shape, 1)
     return compat.triton_call(
         mask,
         kernel=pack_kernel,
@@ -46,7 +45,7 @@ def unpack_mask(packed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _constants(shape: tuple[int, ...]) -> dict[str, int]:
     """The mask as (OUTER, LENGTH, INNER), packed along the second of these."""
     shape = shape or (1,)
-    axis = reference.packing_axis(shape)
+    axis = packing.packing_axis(shape, 1)
     return {
         "OUTER": math.prod(shape[:axis]),
         "LENGTH": shape[axis],

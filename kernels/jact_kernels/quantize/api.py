@@ -1,15 +1,15 @@
 """Quantises arrays in groups that each have their own range."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jact_kernels import implementations
+from jact_kernels import implementations, packing
 from jact_kernels.grouping import plan_groups
-from jact_kernels.mask import mask_nbytes
 from jact_kernels.noise import Seed
 from jact_kernels.quantize import reference
 from jact_kernels.quantize.ranges import STORAGES, Scheme
@@ -73,10 +73,10 @@ def quantize(
       implementation: None, "auto", "xla", "pallas" or "triton"; see `use_implementation`.
 
     Returns:
-      The codes, in the shape of `x` and of dtype uint8, uint4 or uint2 (for 1 bit, packed by
-      `pack_mask`), followed by the arrays that store the ranges: by default the low end and the
-      step of each group, bfloat16. Codes of 3, 5, 6 and 7 bits are split among such arrays, the
-      highest bits first: five bits into uint4 and a packed mask.
+      The codes, in the shape of `x` and of dtype uint8 or uint4 (those of 1 and 2 bits packed into
+      uint8, as `pack_mask` does), followed by the arrays that store the ranges: by default the low
+      end and the step of each group, bfloat16. Codes of 3, 5, 6 and 7 bits are split among such
+      arrays, the highest bits first: five bits into uint4 and a packed mask.
 
     Raises:
       ValueError: `bits` or the implementation is unknown, or the shape cannot be grouped.
@@ -215,7 +215,7 @@ def quantized_nbytes(
 ) -> int:
     """The bytes that the codes and ranges of `quantize` take in a compiled program.
 
-    XLA stores uint4 and uint2 packed; `Array.nbytes` counts a whole byte for each.
+    XLA stores uint4 packed; `Array.nbytes` counts a whole byte for each.
 
     Args:
       shape: the shape of the array to be quantised.
@@ -235,7 +235,10 @@ def quantized_nbytes(
     """
     scheme = _scheme(shape, bits, group_size, axis, True, zero_edge, ranges)
     size = scheme.groups.count * scheme.groups.size
-    planes = (mask_nbytes(shape) if b == 1 else -(-size * b // 8) for b in scheme.planes)
+    planes = (
+        -(-size * b // 8) if b >= 4 else math.prod(packing.packed_shape(shape, b))
+        for b in scheme.planes
+    )
     return scheme.nbytes + sum(planes)
 
 

@@ -15,6 +15,14 @@ def unsupported_scheme(scheme: Scheme) -> str | None:
     return None
 
 
+def unsupported_packing(scheme: Scheme) -> str | None:
+    """Why no kernel packs codes of one or two bits along an array's last axis, or None."""
+    shape = scheme.groups.shape
+    if scheme.bits < 4 and shape[-1] * scheme.bits % 8:
+        return "one or two bits per element are packed along another axis than the last"
+    return None
+
+
 def unsupported_on_gpus(scheme: Scheme, dtype: DTypeLike) -> str | None:
     """Why no kernel for GPUs takes these arrays, or None if they may."""
     if jnp.dtype(dtype).name == "float64":

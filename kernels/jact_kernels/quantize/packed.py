@@ -14,8 +14,8 @@ def as_codes(packed: jax.Array, scheme: Scheme) -> jax.Array:
     On a CPU and a GPU the bytes stay where they are.
     """
     shape = scheme.groups.shape
-    if scheme.bits == 1:
-        return packed.reshape(*shape[:-1], shape[-1] // 8)
+    if scheme.bits not in CODE_DTYPES:
+        return packed.reshape(*shape[:-1], shape[-1] * scheme.bits // 8)
     if scheme.bits < 8:
         packed = lax.bitcast_convert_type(packed, CODE_DTYPES[scheme.bits])
     return packed.reshape(shape)
@@ -23,7 +23,7 @@ def as_codes(packed: jax.Array, scheme: Scheme) -> jax.Array:
 
 def as_bytes(codes: jax.Array, scheme: Scheme) -> jax.Array:
     """Undoes `as_codes`, up to the shape; eight divides the bits of the last axis."""
-    if scheme.bits in (1, 8):
+    if codes.dtype == jnp.uint8:
         return codes
     together = codes.reshape(*codes.shape[:-1], -1, 8 // scheme.bits)
     return lax.bitcast_convert_type(together, jnp.uint8)

@@ -112,9 +112,8 @@ def unsupported(scheme: Scheme, dtype: DTypeLike) -> str | None:
     """Why this kernel cannot take these arrays, or None if it can."""
     if why := limits.unsupported_on_gpus(scheme, dtype):
         return why
-    groups = scheme.groups
-    if scheme.bits == 1 and groups.shape[-1] % 8:
-        return "one bit per element is packed along another axis than the last"
+    if why := limits.unsupported_packing(scheme):
+        return why
     tiling = plan_tiling(scheme)
     if tiling is None:
         return f"{THREADS} threads cannot be filled evenly"

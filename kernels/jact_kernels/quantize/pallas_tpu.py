@@ -1,7 +1,7 @@
 """The quantiser as one Mosaic TPU kernel: the input is read once, the codes are written once.
 
 A block holds whole groups, so its body is the reference's arithmetic on a block in VMEM. The matrix
-unit packs single bits: a product with powers of two moves them between lanes, and is exact.
+unit packs one and two bits: a product with powers of two moves them between lanes, and is exact.
 """
 
 import math
@@ -35,10 +35,10 @@ def unsupported(scheme: Scheme, dtype: DTypeLike) -> str | None:
         return "groups that do not end at the axis before the last are left to XLA"
     if groups.shape[-1] < LANES:
         return f"fewer than {LANES} columns lie in memory otherwise, and would be copied"
-    if scheme.bits == 1 and groups.shape[-1] % 8:
-        return "one bit per element is packed along another axis than the last"
-    # Single bits are stored as bytes.
-    tile = 256 // (8 if scheme.bits == 1 else scheme.bits)
+    if why := limits.unsupported_packing(scheme):
+        return why
+    # Fewer bits are stored as bytes.
+    tile = 256 // max(scheme.bits, 8 if scheme.bits < 4 else 0)
     whole = groups.axis == groups.last and groups.block == groups.shape[groups.axis]
     if not whole and (groups.size % tile or groups.shape[groups.last] % tile):
         return f"codes lie in tiles of {tile} rows, and the groups' {groups.size} would cut them"
@@ -72,7 +72,7 @@ def quantize(
             shift = reference.random_shift(noise.finalise(index ^ jnp.broadcast_to(key, x.shape)))
         codes = (place + shift) >> jnp.int32(reference.FRACTION_BITS)
         codes = reference.clamp(codes, x, scheme.levels, None)
-        codes = _packed(codes) if scheme.bits == 1 else codes
+        codes = _packed(codes, scheme.bits) if scheme.bits < 4 else codes
         codes_ref[...] = codes.astype(codes_ref.dtype)
 
     end = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
@@ -116,7 +116,7 @@ def dequantize(
             for end in (low, step)
         )
         codes = codes_ref[...].astype(jnp.int32)
-        codes = _unpacked(codes) if scheme.bits == 1 else codes
+        codes = _unpacked(codes, scheme.bits) if scheme.bits < 4 else codes
         out_ref[...] = reference.value(codes.astype(jnp.float32), half_low, half_step, dtype)
 
     grid, values, entries, ends = _blocks(pl, scheme)
@@ -142,7 +142,7 @@ def _flat_shape(scheme: Scheme) -> tuple[int, int, int]:
 
 def _codes_per_entry(scheme: Scheme) -> int:
     """How many codes share an entry of the array that stores them."""
-    return 8 if scheme.bits == 1 else 1
+    return 8 // scheme.bits if scheme.bits < 4 else 1
 
 
 def _block_columns(scheme: Scheme) -> int:
@@ -167,26 +167,35 @@ def _blocks(pl: Any, scheme: Scheme) -> tuple[tuple[int, int], Any, Any, Any]:
     return grid, specs(width), specs(width // _codes_per_entry(scheme)), ends
 
 
-def _packed(bits: jax.Array) -> jax.Array:
-    """Eight neighbouring columns of single bits, int32, as one byte."""
-    columns = bits.shape[-1]
+def _packed(codes: jax.Array, bits: int) -> jax.Array:
+    """Neighbouring columns of codes of one or two bits, int32, as one byte."""
+    columns, per_byte = codes.shape[-1], 8 // bits
     column, byte = (
-        lax.broadcasted_iota(jnp.int32, (columns, columns // 8), axis) for axis in range(2)
+        lax.broadcasted_iota(jnp.int32, (columns, columns // per_byte), axis) for axis in range(2)
     )
-    worth = jnp.int32(1) << (column & jnp.int32(7))
-    return _moved(bits, jnp.where(column >> jnp.int32(3) == byte, worth, jnp.int32(0)))
+    worth = jnp.int32(1) << _place(column, bits)
+    return _moved(codes, jnp.where(_byte(column, bits) == byte, worth, jnp.int32(0)))
 
 
-def _unpacked(packed: jax.Array) -> jax.Array:
+def _unpacked(packed: jax.Array, bits: int) -> jax.Array:
     """Undoes `_packed`."""
-    columns = packed.shape[-1] * 8
+    columns = packed.shape[-1] * 8 // bits
     byte, column = (
-        lax.broadcasted_iota(jnp.int32, (columns // 8, columns), axis) for axis in range(2)
+        lax.broadcasted_iota(jnp.int32, (packed.shape[-1], columns), axis) for axis in range(2)
     )
-    own = (column >> jnp.int32(3) == byte).astype(jnp.int32)
-    together = _moved(packed, own)
-    position = lax.broadcasted_iota(jnp.int32, together.shape, together.ndim - 1) & jnp.int32(7)
-    return (together >> position) & jnp.int32(1)
+    together = _moved(packed, (_byte(column, bits) == byte).astype(jnp.int32))
+    place = _place(lax.broadcasted_iota(jnp.int32, together.shape, together.ndim - 1), bits)
+    return (together >> place) & jnp.int32(2**bits - 1)
+
+
+def _byte(column: jax.Array, bits: int) -> jax.Array:
+    """Which byte holds a column's code."""
+    return column >> jnp.int32({1: 3, 2: 2}[bits])
+
+
+def _place(column: jax.Array, bits: int) -> jax.Array:
+    """Where in its byte a column's code begins."""
+    return (column & jnp.int32(8 // bits - 1)) * jnp.int32(bits)
 
 
 def _moved(entries: jax.Array, weights: jax.Array) -> jax.Array:

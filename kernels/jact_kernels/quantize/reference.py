@@ -16,14 +16,14 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from jact_kernels import noise
+from jact_kernels import noise, packing
 from jact_kernels.grouping import Groups
-from jact_kernels.mask.reference import pack_mask, unpack_mask
 from jact_kernels.quantize import ranges
 from jact_kernels.quantize.ranges import LEAST_NORMAL, Range, Scheme
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-CODE_DTYPES = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8}
+CODE_DTYPES = {4: jnp.uint4, 8: jnp.uint8}
+"""Of codes that are stored in the array's shape; those of fewer bits are packed into bytes."""
 
 FRACTION_BITS = 22
 """Bits after the point of a code before rounding; with 8 before it, all fit a signed word."""
@@ -205,7 +205,9 @@ def _split(codes: jax.Array, planes: tuple[int, ...]) -> tuple[jax.Array, ...]:
         part = codes if below == 0 and len(planes) == 1 else codes >> jnp.int32(below)
         if len(planes) > 1:
             part = part & jnp.int32(2**width - 1)
-        arrays.append(pack_mask(part.astype(bool)) if width == 1 else _narrow(part, width))
+        arrays.append(
+            _narrow(part, width) if width in CODE_DTYPES else packing.pack(part, bits=width)
+        )
     return tuple(arrays)
 
 
@@ -216,7 +218,9 @@ def _join(
     codes, below = jnp.float32(0), sum(planes)
     for part, width in zip(arrays, planes, strict=True):
         below -= width
-        part = _widen(unpack_mask(part, shape) if width == 1 else part)
+        part = _widen(
+            part if width in CODE_DTYPES else packing.unpack(part, shape=shape, bits=width)
+        )
         codes = part if width == sum(planes) else codes + part * jnp.float32(2**below)
     return codes
 
@@ -240,12 +244,9 @@ def _narrow(codes: jax.Array, bits: int) -> jax.Array:
 
 def _widen(codes: jax.Array) -> jax.Array:
     """Converts codes to float32."""
-    if codes.dtype == jnp.uint8 or codes.dtype == bool:
+    if codes.dtype == jnp.uint8:
         return codes.astype(jnp.float32)
     bits = jnp.iinfo(codes.dtype).bits
-
-    def through_bytes(codes: jax.Array) -> jax.Array:
-        return lax.optimization_barrier(codes.astype(jnp.uint8)).astype(jnp.float32)
 
     def by_bytes(codes: jax.Array) -> jax.Array:
         return _by_bytes(codes, jnp.uint8, bits).astype(jnp.float32)
@@ -253,10 +254,7 @@ def _widen(codes: jax.Array) -> jax.Array:
     def directly(codes: jax.Array) -> jax.Array:
         return codes.astype(jnp.float32)
 
-    # XLA's compiler for TPUs aborts on some arrays of two bits in a larger fusion, such as those of
-    # shape (512, 32, 32, 64).
-    tpu = through_bytes if bits == 2 else directly
-    return lax.platform_dependent(codes, cpu=by_bytes, tpu=tpu, default=directly)
+    return lax.platform_dependent(codes, cpu=by_bytes, default=directly)
 
 
 def _by_bytes(codes: jax.Array, dtype: DTypeLike, bits: int) -> jax.Array:
