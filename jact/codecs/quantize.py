@@ -18,9 +18,9 @@ class Quantize:
     """Stores floating-point arrays as small integers between the ends of each group's range.
 
     The code is the codes, followed by the ranges: by default low ends and steps. The codes keep the
-    array's shape, so they shard as the array does; the ranges cost 32 bits per group. Method: Liu
-    et al., "GACT" (ICML 2022), with the stored range rounded outwards before the codes are made,
-    which keeps the result unbiased. See `jact_kernels.quantize`.
+    array's axes, so they shard as the array does; the ranges cost 32 bits per group. Method: Liu et
+    al., "GACT" (ICML 2022), with the stored range rounded outwards before the codes are made, which
+    keeps the result unbiased. See `jact_kernels.quantize`.
 
     Raises:
       ValueError: `bits` is not 1 to 8, `group_size` is below four, or `ranges` is
