@@ -19,7 +19,7 @@ from jax.extend import linear_util, source_info_util
 from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jact_kernels.compat import num_devices
+from jact_kernels.compat import is_divided, num_devices
 
 #: Names under which JAX has called the equation of a nested `jax.jit`.
 JIT_PRIMITIVES = frozenset({"jit", "pjit"})
@@ -303,7 +303,8 @@ def barrier[S, T](values: S, on_one_device: T, products: Sequence[Any] = ()) -> 
     """
     arrays, tree = jax.tree.flatten((values, on_one_device))
     num_always = len(jax.tree.leaves(values))
-    flat = tuple(i for i, x in enumerate(arrays) if any(x is p and p.ndim > 2 for p in products))
+    products = [x for x in products if x.ndim > 2 and not is_divided(jax.typeof(x))]
+    flat = tuple(i for i, x in enumerate(arrays) if any(x is product for product in products))
     everywhere = num_always == len(arrays) and not flat
     if everywhere or any(is_ref(jax.typeof(x)) for x in arrays):
         return jax.lax.optimization_barrier((values, on_one_device))

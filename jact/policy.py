@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jact import codecs
 from jact.codecs import Codec
+from jact.codecs.offload import on_device
 from jact.spelling import must_be_one_of
 
 #: What a rule may say besides a codec.
@@ -142,7 +143,8 @@ class Policy:
         """The values of `derivatives` to choose from: its own, or those that None stands for."""
         if self.derivatives is not None:
             return (self.derivatives,)
-        return (False, True) if getattr(self.default, "bits", 8) <= 2 else (False,)
+        codec = on_device(self.default)  # type: ignore[arg-type]
+        return (False, True) if getattr(codec, "bits", 8) <= 2 else (False,)
 
     def action(self, name: str, shape: tuple[int, ...], dtype: Any) -> Action:
         """What the policy says of a residual: a codec, `"keep"` or `"recompute"`."""

@@ -24,7 +24,13 @@ from jact.engine.marks import Mark
 from jact.engine.names import module_path, numbered
 from jact.engine.origins import Input, Origin, origin_of_input, origin_of_result
 from jact.engine.program import Atom, Equation, Var
-from jact.engine.storage import for_many_magnitudes, mask_if_it_pays, raw_bytes, storage
+from jact.engine.storage import (
+    for_many_magnitudes,
+    for_unlike_channels,
+    mask_if_it_pays,
+    raw_bytes,
+    storage,
+)
 from jact.engine.values import Graph, Value
 from jact.policy import Action, Policy
 
@@ -115,8 +121,8 @@ class _Builder:
         codec, exact = value.codec, ""
         if value.var in self.filled or not self.of_many_magnitudes.isdisjoint(roots):
             codec, exact = storage(for_many_magnitudes(codec), value.aval)
-        elif not self.over_batch.isdisjoint(roots) and isinstance(codec, codecs.Quantize):
-            codec = codec.for_unlike_channels(value.aval.shape)
+        elif not self.over_batch.isdisjoint(roots):
+            codec = for_unlike_channels(codec, value.aval.shape)
         return dataclasses.replace(value, codec=codec, exact=exact)
 
     def _find_steep(self) -> None:

@@ -37,6 +37,13 @@ def for_many_magnitudes(codec: Codec) -> Codec:
     return codecs.Cast() if isinstance(codec, of_equal_steps) else codec
 
 
+def for_unlike_channels(codec: Codec, shape: tuple[int, ...]) -> Codec:
+    """What stores values whose channels may lie far apart, as those before BatchNorm."""
+    if isinstance(codec, codecs.Offload):
+        return dataclasses.replace(codec, inner=for_unlike_channels(codec.inner, shape))
+    return codec.for_unlike_channels(shape) if isinstance(codec, codecs.Quantize) else codec
+
+
 def mask_if_it_pays(aval: Any) -> Codec:
     """How truth values are stored: packed, unless that takes more bytes."""
     mask = codecs.Mask()

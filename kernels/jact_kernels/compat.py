@@ -40,6 +40,11 @@ def num_devices(context: Any) -> int:
     return axes.mesh.size if hasattr(axes, "mesh") else getattr(axes, "num_devices", 1)
 
 
+def is_divided(aval: Any) -> bool:
+    """Whether a type says that an array is divided along an explicit axis of a mesh."""
+    return any(part is not None for part in aval.sharding.spec)
+
+
 def by_devices(
     x: jax.Array,
     *,
@@ -62,7 +67,8 @@ _by_devices = Primitive("jact_by_devices")
 
 
 def _lower_by_devices(context: Any, x: Any, *, one: Any, several: Any) -> Any:
-    fun = one if num_devices(context) == 1 else several
+    alone = num_devices(context) == 1 and not is_divided(context.avals_in[0])
+    fun = one if alone else several
     return mlir.lower_fun(fun, multiple_results=False)(context, x)
 
 
@@ -72,7 +78,7 @@ def _map_by_devices(args: Any, axes: Any, *, one: Any, several: Any) -> Any:
     return by_devices(x, **dict(zip(("one", "several"), mapped, strict=True))), 0
 
 
-_by_devices.def_impl(lambda x, *, one, several: jax.jit(one)(x))
+_by_devices.def_impl(lambda x, **ways: jax.jit(functools.partial(by_devices, **ways))(x))
 _by_devices.def_abstract_eval(
     lambda aval, *, one, several: jax.make_jaxpr(several)(aval).out_avals[0]
 )

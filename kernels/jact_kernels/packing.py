@@ -5,13 +5,15 @@ they fill whole bytes inside of loops. What goes from one pass to the other is t
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jact_kernels import compat
+
+type _Way = Callable[[jax.Array], jax.Array]
 
 MOST_COLUMNS = 4096
 """What one product packs on a TPU; it costs a quarter, or an eighth, of this for each value."""
@@ -52,12 +54,10 @@ def pack(values: jax.Array, *, bits: int) -> jax.Array:
         shifted = split << _shifts(split.shape, axis + 1, bits)
         return jnp.sum(shifted, axis=axis + 1, dtype=jnp.uint8)
 
-    ways: dict[str, Any] = {"cpu": _pack_alone, "cuda": _pack_fours} if bits == 2 else {}
+    ways = {"cpu": _pack_alone, "cuda": _pack_fours} if bits == 2 else {}
     if values.shape[-1] <= MOST_COLUMNS:
-        product = functools.partial(_pack_by_product, bits=bits)
-        ways["tpu"] = functools.partial(compat.by_devices, one=product, several=by_shifts)
-    along_last = axis == values.ndim - 1
-    return lax.platform_dependent(values, default=by_shifts, **(ways if along_last else {}))
+        ways["tpu"] = functools.partial(_pack_by_product, bits=bits)
+    return _by_platform(values, by_shifts, ways if axis == values.ndim - 1 else {})
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "bits"))
@@ -74,13 +74,24 @@ def unpack(packed: jax.Array, *, shape: tuple[int, ...], bits: int) -> jax.Array
         values = _cut(repeated, _shifts(split, axis + 1, bits), bits)
         return values.reshape((*padded[:axis], length, *padded[axis + 1 :]))
 
-    ways: dict[str, Any] = {"cpu": _unpack_alone, "cuda": _unpack_fours} if bits == 2 else {}
+    ways = {"cpu": _unpack_alone, "cuda": _unpack_fours} if bits == 2 else {}
     if length <= MOST_COLUMNS:
-        product = functools.partial(_unpack_by_product, bits=bits)
-        ways["tpu"] = functools.partial(compat.by_devices, one=product, several=by_shifts)
-    along_last = axis == len(padded) - 1
-    values = lax.platform_dependent(packed, default=by_shifts, **(ways if along_last else {}))
+        ways["tpu"] = functools.partial(_unpack_by_product, bits=bits)
+    values = _by_platform(packed, by_shifts, ways if axis == len(padded) - 1 else {})
     return lax.slice_in_dim(values, 0, padded[axis], axis=axis).reshape(shape)
+
+
+def _by_platform(x: jax.Array, by_shifts: _Way, ways: Mapping[str, _Way]) -> jax.Array:
+    """What is fast on a platform's single device, and shifts elsewhere, which can be divided.
+
+    Over several devices a product along a shared axis would be a sum among them, and XLA divides
+    integers of two bits wrongly where a device has less than a byte of them.
+    """
+    chosen = {
+        platform: functools.partial(compat.by_devices, one=way, several=by_shifts)
+        for platform, way in ways.items()
+    }
+    return lax.platform_dependent(x, default=by_shifts, **chosen)
 
 
 # XLA packs integers of two bits in the same order.
@@ -91,7 +102,7 @@ def _pack_fours(values: jax.Array) -> jax.Array:
 
 def _unpack_fours(packed: jax.Array) -> jax.Array:
     values = lax.bitcast_convert_type(packed, jnp.uint2).astype(jnp.uint8)
-    return values.reshape(*packed.shape[:-1], -1)
+    return values.reshape(*packed.shape[:-1], packed.shape[-1] * 4)
 
 
 # A loop that writes less than a byte at a time is not vectorised on a CPU. Keeping all arithmetic
@@ -106,7 +117,7 @@ def _unpack_alone(packed: jax.Array) -> jax.Array:
 
 # An axis of four or eight fills as many of a TPU's 128 lanes, and moving values between lanes takes
 # many passes; a product of matrices moves them for nothing. It is exact, as it adds integers, of
-# whose results the lowest eight bits count. Over several devices it would be a sum among them.
+# whose results the lowest eight bits count.
 def _pack_by_product(values: jax.Array, bits: int) -> jax.Array:
     own, shifts = _bytes_of(values.shape[-1], bits)
     weights = jnp.where(own, jnp.expand_dims(jnp.int32(1) << shifts, 1), jnp.int32(0))
@@ -121,7 +132,10 @@ def _unpack_by_product(packed: jax.Array, bits: int) -> jax.Array:
 
 def _product(values: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.matmul(
-        values.astype(jnp.int8), weights.astype(jnp.int8), preferred_element_type=jnp.int32
+        values.astype(jnp.int8),
+        weights.astype(jnp.int8),
+        precision=lax.Precision.DEFAULT,  # Whatever the user's is for products of floats.
+        preferred_element_type=jnp.int32,
     )
 
 

@@ -49,6 +49,29 @@ def test_gradient_is_that_of_the_inner_codec(fun: Callable[..., jax.Array], inne
     np.testing.assert_allclose(ours, jax.jit(plain)(weights, x), rtol=1e-5, atol=1e-9)
 
 
+def normalised(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
+    """A product, BatchNorm, GELU and a product."""
+    v, w = weights
+    h = x @ v
+    h = (h - h.mean(0)[None]) * jax.lax.rsqrt(h.var(0) + 1e-5)[None]
+    return jnp.mean((jax.nn.gelu(h) @ w) ** 2)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_what_is_saved_is_that_of_the_inner_codec(bits: int) -> None:
+    """What follows from a codec, as saving derivatives does at two bits, follows from the inner."""
+    v, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((WIDTH, 512), (512, WIDTH)))
+
+    def saved(codec: jact.codecs.Codec) -> list[tuple[str, str]]:
+        rows = jact.report(normalised, codec)((v, w), INPUT).rows
+        return [(row.name, row.codec.removeprefix("offload-")) for row in rows if row.bytes > 2**16]
+
+    inner = Quantize(bits=bits)
+    assert saved(Offload(inner=inner)) == saved(inner)
+    # The normalised values are of unlike channels, and their ranges lie across them.
+    assert "int8" in dict(saved(inner)).values()
+
+
 def test_what_is_offloaded_and_what_the_report_says() -> None:
     policy = jact.Policy(default="offload", min_bytes=0)
     report = jact.report(unrolled, policy, peak=True)(WEIGHTS, INPUT)

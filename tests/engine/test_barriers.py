@@ -49,6 +49,17 @@ def test_products_wait_in_two_dimensions() -> None:
     assert sum("tensor<256x128xf32>" in types for types in barriers(lowered(X))) == 2
 
 
+@pytest.mark.parametrize("policy", ["int2", "int8"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_an_explicit_mesh_of_one_device(policy: str, platform: str) -> None:
+    """Whose types say that an array is divided, and forbid to join a divided axis to another."""
+    mesh = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X.reshape(4, 64, 64), jax.P(None, "x"))
+        gradient = jax.jit(jact.grad(loss, policy=policy))
+        gradient.trace((V, W), x).lower(lowering_platforms=(platform,))
+
+
 @pytest.mark.parametrize("policy", ["int2", "int3", "hybrid2", "avg4-int2"])
 def test_a_tpu_meets_no_integers_of_two_bits(policy: str) -> None:
     """Its compiler widens them, refuses them in loops, or aborts the process."""
