@@ -78,7 +78,13 @@ class Comparison:
             label: report.saved_bytes
             for label, report in zip(self.labels, self.reports, strict=True)
         }
-        return {"saved_bytes": totals, "residuals": self.records()}
+        peaks = {
+            label: report.peak.bytes
+            for label, report in zip(self.labels, self.reports, strict=True)
+            if report.peak is not None
+        }
+        measured = {"peak_bytes": peaks} if peaks else {}
+        return {"saved_bytes": totals, **measured, "residuals": self.records()}
 
     def sentences(self) -> Iterator[str]:
         """What the comparison comes to."""
@@ -87,9 +93,13 @@ class Comparison:
             change = report.saved_bytes - first.saved_bytes
             words = f"{format_bytes(abs(change))} {'more' if change > 0 else 'less'}"
             yield (
-                f"{label} saves {words if change else 'as much'} "
+                f"{label} takes {words if change else 'as much'} "
                 f"{'than' if change else 'as'} {self.labels[0]}."
             )
+        for label, report in zip(self.labels, self.reports, strict=True):
+            if (peak := report.peak) is not None:
+                sizes = (format_bytes(size) for size in (peak.bytes, peak.plain_bytes))
+                yield "Peak of the gradient under {}: {}, under plain JAX {}.".format(label, *sizes)
 
     def __rich__(self) -> RenderableType:
         columns, rows = self._cells()

@@ -87,7 +87,9 @@ def test_report(function: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "What loss saves for its backward pass, policy int8" in text
     data = json.loads(run(capsys, "report", name, "--json"))
     assert data["policy"] == "int4" and len(data["rows"]) == 4
-    assert "int8 saves" in run(capsys, "report", name, "--against", "int8")
+    assert "int8 takes" in run(capsys, "report", name, "--against", "int8")
+    text = run(capsys, "report", name, "--against", "int8", "--peak")
+    assert text.count("Peak of the gradient under") == 2
     assert "Compiled peak" in run(capsys, "report", name, "--peak")
 
 

@@ -119,7 +119,7 @@ class TestComparison:
         changes = [abs(record["change"]) for record in records]
         assert changes == sorted(changes, reverse=True)
         assert (int4 - int4).records() == []
-        assert "int4 saves as much as" in str(int4 - dataclasses.replace(int4, policy="same"))
+        assert "int4 takes as much as" in str(int4 - dataclasses.replace(int4, policy="same"))
 
     def test_what_is_saved_in_one_alone(self, int4: Report) -> None:
         off = of_model("off")
@@ -132,13 +132,17 @@ class TestComparison:
             monkeypatch.setenv("COLUMNS", str(columns))
             text = str(int4 - int8)
             assert max(map(len, text.splitlines())) <= columns
-            assert "in all" in text and "int4 saves" in text and "less than int8." in text
+            assert "in all" in text and "int4 takes" in text and "less than int8." in text
             assert "…" not in text
+        peak = Peak(plain_bytes=2**23, bytes=2**20)
+        measured = dataclasses.replace(int4, peak=peak).compare(int8)
+        assert "Peak of the gradient under int4: 1.0 MiB, under plain JAX 8.0 MiB." in str(measured)
+        assert measured.to_json()["peak_bytes"] == {"int4": 2**20}
         console = rich.console.Console(width=120, record=True, quiet=True)
         console.print(int4.compare(int8))
         html = int4.compare(int8)._repr_html_()
         assert html.count("<table>") == html.count("</table>") == 1
-        assert "int8 saves" in html and "more than int4." in html
+        assert "int8 takes" in html and "more than int4." in html
         assert json.loads(json.dumps(int4.compare(int8).to_json()))["saved_bytes"] == {
             "int4": int4.saved_bytes,
             "int8": int8.saved_bytes,
