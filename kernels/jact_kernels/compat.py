@@ -74,8 +74,7 @@ def _lower_by_devices(context: Any, x: Any, *, one: Any, several: Any) -> Any:
 
 def _map_by_devices(args: Any, axes: Any, *, one: Any, several: Any) -> Any:
     (x,), (axis,) = args, axes
-    mapped = (jax.vmap(fun, in_axes=axis) for fun in (one, several))
-    return by_devices(x, **dict(zip(("one", "several"), mapped, strict=True))), 0
+    return by_devices(x, one=jax.vmap(one, axis), several=jax.vmap(several, axis)), 0
 
 
 _by_devices.def_impl(lambda x, **ways: jax.jit(functools.partial(by_devices, **ways))(x))

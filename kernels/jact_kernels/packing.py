@@ -5,6 +5,7 @@ they fill whole bytes inside of loops. What goes from one pass to the other is t
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 
 import jax
@@ -24,6 +25,11 @@ def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
     shape = shape or (1,)
     axis = packing_axis(shape, bits)
     return (*shape[:axis], -(-shape[axis] * bits // 8), *shape[axis + 1 :])
+
+
+def packed_nbytes(shape: tuple[int, ...], bits: int) -> int:
+    """How many bytes that are."""
+    return math.prod(packed_shape(shape, bits))
 
 
 def packing_axis(shape: tuple[int, ...], bits: int) -> int:

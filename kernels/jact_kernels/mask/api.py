@@ -1,7 +1,6 @@
 """Packs booleans eight to a byte, along one axis and in place."""
 
 import functools
-import math
 
 import jax
 
@@ -81,4 +80,4 @@ def mask_nbytes(shape: tuple[int, ...]) -> int:
       >>> mask_nbytes((128, 32, 32, 64)) == 128 * 32 * 32 * 64 // 8
       True
     """
-    return math.prod(packing.packed_shape(shape, 1))
+    return packing.packed_nbytes(shape, 1)

@@ -1,7 +1,6 @@
 """Quantises arrays in groups that each have their own range."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -236,7 +235,7 @@ def quantized_nbytes(
     scheme = _scheme(shape, bits, group_size, axis, True, zero_edge, ranges)
     size = scheme.groups.count * scheme.groups.size
     planes = (
-        -(-size * b // 8) if b >= 4 else math.prod(packing.packed_shape(shape, b))
+        -(-size * b // 8) if b in reference.CODE_DTYPES else packing.packed_nbytes(shape, b)
         for b in scheme.planes
     )
     return scheme.nbytes + sum(planes)

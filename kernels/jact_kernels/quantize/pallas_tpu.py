@@ -37,8 +37,7 @@ def unsupported(scheme: Scheme, dtype: DTypeLike) -> str | None:
         return f"fewer than {LANES} columns lie in memory otherwise, and would be copied"
     if why := limits.unsupported_packing(scheme):
         return why
-    # Fewer bits are stored as bytes.
-    tile = 256 // max(scheme.bits, 8 if scheme.bits < 4 else 0)
+    tile = 256 // (scheme.bits * _codes_per_entry(scheme))
     whole = groups.axis == groups.last and groups.block == groups.shape[groups.axis]
     if not whole and (groups.size % tile or groups.shape[groups.last] % tile):
         return f"codes lie in tiles of {tile} rows, and the groups' {groups.size} would cut them"
