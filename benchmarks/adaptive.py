@@ -1,10 +1,11 @@
 """Adaptive plans next to uniform bits at the same average: errors, costs, and steps in a switch.
 
 The error is |g - g0| / |g0| of a freshly initialised model, over all parameters, and is measured
-on other batches than the plan was made from. The bound is the ratio if bits were real numbers. The
-cost is that of adapting every 500 steps: a probe, and the compilation in the background, as if
-each adaptation brought a new plan. With `--steps`, a few training steps are timed while another
-plan is compiled in the background and then taken.
+on other batches than the plan was made from. The bound is the least ratio that a plan of the
+candidates can have, by the sensitivities of one batch. The cost is that of adapting every 500
+steps: a probe, and the compilation in the background, as if each adaptation brought a new plan.
+With `--steps`, a few training steps are timed while another plan is compiled in the background and
+then taken.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,8 @@ import jact.memory
 from benchmarks import output
 from benchmarks.fidelity import arguments, flat_gradient, relative_error
 from benchmarks.options import Case, differentiated, positive
+from jact.adapt import defaults
+from jact.adapt.allocate import allocate
 from jact.adapt.steps import Arguments
 
 LINE = "bits"
@@ -72,7 +75,8 @@ def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     for bits in map(int, chosen.bits.split(",")):
         output.announce(f"{case.model} with {bits} bits")
-        run = Run(case, bits, chosen.codecs and chosen.codecs.split(","), chosen.repeats)
+        candidates = chosen.codecs and chosen.codecs.split(",")
+        run = Run(case, bits, candidates, chosen.repeats)
         plan = run.controller.current
         uniform = plan.replace(dict.fromkeys(plan.codecs, f"int{bits}"))
         uniform_error = error(uniform)
@@ -86,7 +90,7 @@ def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
             uniform_error=uniform_error,
             adaptive_error=adaptive_error,
             ratio=adaptive_error / uniform_error,
-            bound=least_ratio(case, plan.basis, bits),
+            bound=least_ratio(case, plan, bits, defaults.candidates(candidates, bits)),
             predicted_error=first.predicted_error,
             prediction=first.predicted_error / adaptive_error,
             average_bits=first.bits,
@@ -97,20 +101,16 @@ def measure(case: Case, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
         )
 
 
-def least_ratio(case: Case, basis: jact.Policy, bits: int) -> float:
-    """The ratio of errors if bits were real numbers, which no plan of whole bits goes below.
-
-    Each bit less doubles an error (in fact, it more than does so). Then the least sum of squared
-    errors within a sum of bits has equal squared errors for each byte, and is the geometric mean
-    of what uniform bits give, as a share of their arithmetic one.
-    """
-    measure = jact.sensitivity(case.task("off").loss, [f"int{bits}"], has_aux=True, policy=basis)
+def least_ratio(case: Case, plan: jact.Plan, bits: int, candidates: Sequence[Any]) -> float:
+    """The least ratio of errors that a plan of the candidates can have, by their sensitivities."""
+    options: dict[str, Any] = {"has_aux": True, "policy": plan.basis}
+    codecs = [*candidates, f"int{bits}"]
+    measure = jact.sensitivity(case.task("off").loss, codecs, **options)
     table = measure(*arguments(case, 0, "noise"))
-    error = table.error[:, [codec.name for codec in table.codecs].index(f"int{bits}")]
-    counts = np.isfinite(error) & (error > 0)
-    weight = table.raw_bytes[counts] / table.raw_bytes[counts].sum()
-    density = error[counts] / error[counts].sum() / weight
-    return float(np.sqrt(np.exp((weight * np.log(density)).sum())))
+    uniform = [codec.name for codec in table.codecs].index(f"int{bits}")
+    budget = int(table.nbytes[:, uniform].sum())
+    bound = allocate(table.error, table.nbytes, budget, method="greedy").bound
+    return float(np.sqrt(bound / np.nansum(table.error[:, uniform])))
 
 
 def saved_bytes(case: Case, draw: Any, plan: Any) -> int:

@@ -145,8 +145,7 @@ class Controller:
         mode = Probing(
             owner=self._owner,
             basis=self._basis,
-            # Curvature would double what a probe takes, and plans come out the same.
-            probe=Probe(_nothing, candidates, policy=self._basis, curvature=False),
+            probe=Probe(_nothing, candidates, policy=self._basis),
             method=sensitivity,
             seed=defaults.at_least(0, seed, "seed"),
         )

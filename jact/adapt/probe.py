@@ -16,19 +16,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from jact import compat
+from jact.adapt import cotangents
 from jact.adapt import layout as layouts
 from jact.adapt.table import Layout
 from jact.adapt.taps import STORAGE, BiasTaps, RoundingAll, VarianceTaps, errs_independently
 from jact.codecs import Cast, Codec, Quantize
 from jact.codecs.offload import on_device
-from jact.engine.compressed import compressed
+from jact.engine.compressed import pullback_of
 from jact.engine.instrumented import Instrument, instrumented_gradient
 from jact.engine.origins import Input
 from jact.engine.trace import Traced, split_arrays
 from jact.plan import Plan, PolicyLike
 from jact.policy import Policy
 from jact.transform import as_compressed
-from jact_kernels.noise import random_bits
 
 #: What the bias is at least, as a share of what it would be if the errors of the elements of a
 #: residual were independent: its estimate is noisy, and may come out below zero.
@@ -55,7 +55,6 @@ class Probe:
         has_aux: bool = False,
         samples: int = 1,
         bias: bool = True,
-        curvature: bool = True,
     ):
         """Takes a function to differentiate.
 
@@ -67,12 +66,11 @@ class Probe:
             argnums: as for `jact.value_and_grad`.
             has_aux: as for `jact.value_and_grad`.
             samples: how many random directions the statistics are averaged over.
-            bias: whether biases are estimated. It takes two gradients and a further backward pass
-                for each codec whose errors are not independent (averages; rounding to the nearest
-                below 4 bits).
-            curvature: whether that is also done for what random rounding biases, nonlinear
-                functions that are made again from a decoded value: for the codec that rounds at
-                random to the fewest bits, if those are two or fewer.
+            bias: whether biases are estimated: of codecs whose errors are not independent
+                (averages; rounding to the nearest below 4 bits), and of nonlinear functions that
+                are made again from values that were rounded at random, if a codec does so to 3 bits
+                or fewer. It takes two gradients and a further backward pass for each of those
+                codecs, and for one that rounds at random.
 
         Raises:
             TypeError: when `codecs` or `policy` is of the wrong type.
@@ -95,7 +93,6 @@ class Probe:
             (self._argnums,) = self._argnums
         self._samples = samples
         self._bias = bias
-        self._curvature = curvature
 
     def layout(self, *args: Any, **kwargs: Any) -> Layout:
         """The residuals at some arguments, arrays or types; nothing is run."""
@@ -185,15 +182,14 @@ class Probe:
         rows = dict.fromkeys(layout.names, row)
         gradients, outs, pull = pass_.differentiate(VarianceTaps(layout), rows, values)
         error = jnp.zeros(layout.supported.shape, jnp.float32)
+        squared = _squared_norms(gradients)
         for k in jax.random.split(sign_key, self._samples):
-            (found,) = pull(_signs(k, gradients))
-            error += _stack(layout, found) / self._samples
+            error += _stack(layout, pull(cotangents.signs(k, gradients, squared))) / self._samples
         bias = jnp.zeros_like(error)
         if self._bias:
-            chosen = _with_bias(layout.codecs, self._curvature) if layout.names else []
+            chosen = _with_bias(layout.codecs) if layout.names else []
             measured = self._biases(pass_, values, gradients, chosen, seed_key)
             error, bias = _with_biases(layout.codecs, chosen, error, measured)
-        squared = sum((_squared_norm(g) for g in gradients), jnp.float32(0))
         return outs, gradients, {"error": error, "bias": bias, "gradient": squared}
 
     def _biases(
@@ -218,14 +214,18 @@ class Probe:
     ) -> Any:
         """For each residual, its part in the squared bias of the gradient; see `BiasTaps`."""
         layout = pass_.layout
+        # One pass after the other: their forward passes are the same, and XLA would make one of
+        # them, which keeps what all of them save.
+        values, exact = compat.barrier((values, exact), ())[0]
         rounded = pass_.gradient(RoundingAll(layout, codec), seed, values)
         change = [a - b for a, b in zip(rounded, exact, strict=True)]
+        values, change = compat.barrier((values, change), ())[0]
         row = compat.varying_like(jnp.zeros(3, jnp.float32), values)
         rows = dict.fromkeys(layout.names, row)
         # Other noise than that of the change: what they have in common is the bias.
         operands = (rows, seed + jnp.uint32(2))
-        _, _, pull = pass_.differentiate(BiasTaps(layout, codec), operands, values)
-        ((found, _),) = pull(change)
+        gradients, _, pull = pass_.differentiate(BiasTaps(layout, codec), operands, values)
+        found, _ = pull(cotangents.late(change, _squared_norms(gradients)))
         return _stack(layout, found)
 
     def at(
@@ -289,29 +289,31 @@ class _Pass:
         inputs = [Input(f"constant[{i}]", wanted=False) for i in range(len(closed.consts))]
         inputs += [Input(f"operand[{i}]") for i in range(num_operands)]
         inputs += [Input(f"value[{i}]", wanted=False) for i in range(len(values))]
-        function = compressed(closed, inputs, len(self.moving), self._storage, self._traced.name)
+        results, pull = pullback_of(
+            closed, [*closed.consts, *leaves, *values], inputs, len(self.moving), self._storage
+        )
 
-        def of_operands(operands: Any) -> tuple[list[Any], list[Any]]:
-            results = function(*closed.consts, *jax.tree.leaves(operands), *values)
-            return results[: len(self.moving)], results[len(self.moving) :]
+        def pull_operands(cotangents: Sequence[Any]) -> Any:
+            first = len(closed.consts)
+            return jax.tree.unflatten(tree, pull(cotangents)[first : first + num_operands])
 
-        gradients, pull, outs = jax.vjp(of_operands, operands, has_aux=True)
-        return gradients, outs, pull
+        return results[: len(self.moving)], results[len(self.moving) :], pull_operands
 
 
-def _with_bias(codecs: Sequence[Codec], curvature: bool) -> list[int]:
+def _with_bias(codecs: Sequence[Codec]) -> list[int]:
     """The positions of codecs whose bias is to be measured.
 
-    Of those that round at random it is that of the fewest bits: nonlinear functions of a decoded
-    value are biased by its variance, which at four bits hardly matters.
+    Of those that round at random one stands for all, as nonlinear functions of a decoded value are
+    biased by its variance: that of the fewest bits, whose bias stands out from the noise most. It
+    has to have three or fewer; and two, if it can, as at one bit errors are as large as values.
     """
     random = [codec.bits for codec in map(on_device, codecs) if _is_random_quantizer(codec)]
-    fewest = min(random, default=8) if curvature else 8
+    measured = min([bits for bits in random if bits > 1] or random, default=8)
     return [
         i
         for i, codec in enumerate(map(on_device, codecs))
         if not errs_independently(codec)
-        or (fewest <= 2 and _is_random_quantizer(codec) and codec.bits == fewest)
+        or (measured <= 3 and _is_random_quantizer(codec) and codec.bits == measured)
     ]
 
 
@@ -380,23 +382,5 @@ def _stack(layout: Layout, rows: Any) -> Any:
     return jnp.stack([rows[name] for name in layout.names])
 
 
-def _signs(key: Any, like: Sequence[Any]) -> list[Any]:
-    """Random signs; of complex numbers, of both parts."""
-    seeds = jax.random.bits(key, (max(len(like), 1), 2), jnp.uint32)
-
-    def sign(shape: tuple[int, ...], seed: Any) -> Any:
-        # A hash of a few instructions: jax.random's, one for each parameter, take longer to
-        # compile than what is measured with them.
-        return jnp.where(random_bits(shape, seed) >> jnp.uint32(31) == 0, 1.0, -1.0)
-
-    signs = []
-    for (of_real, of_imaginary), g in zip(seeds, like, strict=False):
-        real = sign(g.shape, of_real).astype(jnp.float32)
-        if jnp.issubdtype(g.dtype, jnp.complexfloating):
-            real = lax.complex(real, sign(g.shape, of_imaginary).astype(jnp.float32))
-        signs.append(real.astype(g.dtype))
-    return signs
-
-
-def _squared_norm(x: Any) -> Any:
-    return jnp.sum(jnp.square(jnp.abs(x)).astype(jnp.float32))
+def _squared_norms(xs: Sequence[Any]) -> Any:
+    return sum((jnp.sum(jnp.square(jnp.abs(x)).astype(jnp.float32)) for x in xs), jnp.float32(0))

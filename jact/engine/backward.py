@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -24,6 +25,21 @@ from jact.engine.select import Saved, Selection
 _WINDOW = 2
 
 
+@dataclasses.dataclass(frozen=True)
+class Late:
+    """A cotangent that is made when it is used.
+
+    All cotangents from outside are there from the beginning, and nothing in a program, once XLA has
+    removed the barriers, keeps it from using each of them at once. One that is made from what was
+    computed before it cannot come early.
+
+    Attributes:
+        make: the cotangent, from a value that was computed before it, or None.
+    """
+
+    make: Callable[[Any], Any]
+
+
 def inputs_read(linearized: Linearized, saved: Sequence[Saved]) -> list[int]:
     """Positions of the inputs that the backward pass reads by reference, given what is saved."""
     stored = {entry.var for entry in saved}
@@ -39,7 +55,7 @@ def run_backward(
     selection: Selection,
     inputs: Mapping[int, Any],
     codes: Sequence[Any],
-    cotangents: Sequence[Any],
+    cotangents: Sequence[Any | Late],
     deviations: Mapping[Var, Callable[[], Any]] = MappingProxyType({}),
 ) -> list[Any]:
     """Computes the gradients.
@@ -73,12 +89,13 @@ class _BackwardPass:
         self._eqns = programs.live_equations(self._program.eqns, self._program.outvars)
         self._residuals = residuals
         self._atoms = dict(zip(linearized.residual_inputs, linearized.residuals, strict=True))
-        self._env = dict(self._program.consts) | dict(
-            zip(linearized.cotangent_inputs, cotangents, strict=True)
-        )
+        given = dict(zip(linearized.cotangent_inputs, cotangents, strict=True))
+        self._late = {v: ct for v, ct in given.items() if isinstance(ct, Late)}
+        there = {v: ct for v, ct in given.items() if v not in self._late}
+        self._env = dict(self._program.consts) | there
         self._tokens = _tokens(self._eqns, linearized.cotangent_inputs)
         # Where an equation reads residuals alone, they wait for the cotangent that was used last.
-        self._latest: list[Any] = list(cotangents)[:1]
+        self._latest: list[Any] = list(there.values())[:1]
         # What came from outside is all there from the beginning. Of several cotangents that are,
         # each equation's could be used at once, so residuals also wait for what came out last.
         self._given = set(linearized.cotangent_inputs)
@@ -100,11 +117,15 @@ class _BackwardPass:
         direct = [v for v in outvars if compat.is_var(v) and v in self._atoms]
         values, _, _ = self._residuals.get([self._atoms[v] for v in direct], self._latest, ())
         self._env.update(zip(direct, values, strict=True))
+        self._env.update((v, ct.make(self._previous)) for v, ct in self._late.items())
         return [programs.read(self._env, a) for a in outvars]
 
     def _fetch(self, eqn: Equation) -> None:
         """Puts the residuals that an equation reads into `env`, made after its cotangents."""
         operands = programs.operands(eqn)
+        for var in operands:
+            if var in self._late:
+                self._env[var] = self._late.pop(var).make(self._previous)
         wanted = [v for v in operands if v in self._atoms]
         if not wanted:
             return

@@ -181,6 +181,44 @@ def compressed(
     return compat.custom_vjp(plain, run_forward, run_backward, name)
 
 
+def pullback_of(
+    closed: Any,
+    values: Sequence[Any],
+    inputs: Sequence[Input],
+    num_differentiated_outputs: int,
+    policy: Policy | Plan,
+) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """The results of a traced function, and what makes gradients of their cotangents from codes.
+
+    It is what `jax.vjp` makes of `compressed`, but its cotangents may be `backward.Late`.
+
+    Args:
+        closed: the traced function.
+        values: its constants and inputs.
+        inputs: what is known of them.
+        num_differentiated_outputs: how many of the first results are not auxiliary.
+        policy: how values are stored.
+
+    Returns:
+        The results; and a function of one cotangent for each of the first results, which gives one
+        gradient for each input, None where it has none.
+    """
+    prepared = prepare(closed, values, inputs, num_differentiated_outputs, policy)
+    linearized, seeds = prepared.linearized, [seed_of(entry.name) for entry in prepared.saved]
+    outputs, codes = forward.run_forward(linearized, prepared.selection, values, seeds)
+    by_reference = {i: values[i] for i in inputs_to_keep(prepared, twice=False)}
+
+    def pull(cotangents: Sequence[Any]) -> list[Any]:
+        cts = [cotangents[i] for i in linearized.cotangents]
+        gradients = backward.run_backward(linearized, prepared.selection, by_reference, codes, cts)
+        result: list[Any] = [None] * len(inputs)
+        for i, gradient in zip(linearized.differentiated, gradients, strict=True):
+            result[i] = gradient
+        return result
+
+    return outputs, pull
+
+
 def _settle(gradients: Sequence[Any], inputs: Sequence[Input], weights: Sequence[int]) -> list[Any]:
     """Has the gradients of activations wait for those of weights.
 

@@ -56,7 +56,7 @@ def by_devices(
     Only when a program is lowered is it known how many there are.
 
     Args:
-      x: an array of integers or booleans.
+      x: an array of integers or booleans; or another, which no derivative is wanted of.
       one: for one device.
       several: the same function, in a way that can be divided among devices.
     """

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jact
+import jact.memory
 from jact import codecs
 from jact.adapt import Probe, Sensitivities
 from jact.codecs import Average, Quantize
@@ -160,6 +161,27 @@ def test_functions(name: str) -> None:
     local = jact.sensitivity(case.fun, **options)(*args)
     exact = jact.sensitivity(case.fun, **options, method="exact", samples=8)(*args)
     np.testing.assert_allclose(local.error[:, 1], exact.error[:, 1], rtol=0.5)
+
+
+def test_memory_grows_slower_with_depth_than_plain_jax() -> None:
+    """Where plain JAX does not fit, a probe does: it goes from layer to layer, and reads codes."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for up, down in params:
+            x = x + jax.nn.gelu(x @ up) @ down
+        return jnp.mean(x**2)
+
+    def growth(fun: Any, *first: Any) -> int:
+        """What four more layers take."""
+        x = jax.ShapeDtypeStruct((4, 128, 64), jnp.float32)
+        layer = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 256), (256, 64))]
+        few, many = (jact.memory.peak(fun, *first, [layer] * n, x) for n in (2, 6))
+        return many - few
+
+    def probe(key: jax.Array, *args: Any) -> Any:
+        return Probe(loss, ["int4"])(key, *args)[2]
+
+    assert growth(probe, jax.eval_shape(lambda: KEY)) < 0.42 * growth(jax.value_and_grad(loss))
 
 
 # Nothing is touched, and what comes out is the plain function's.

@@ -1,0 +1,77 @@
+"""What the backward passes of a probe begin with.
+
+There is a cotangent for each parameter, and they are all there from the beginning. XLA would
+multiply each with what is saved of its layer at once, and keep the products until their turn comes.
+Barriers don't prevent that: they keep XLA from sharing what is computed twice, but are gone before
+it puts a program in order. So each cotangent is made to depend on what was computed before it is
+needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jact.engine.backward import Late
+from jact_kernels.compat import by_devices
+from jact_kernels.noise import random_bits
+
+
+def signs(key: Any, like: Sequence[Any], root: Any) -> list[Late]:
+    """Random signs; of complex numbers, of both parts. See `late`."""
+    seeds = jax.random.bits(key, (max(len(like), 1), 2), jnp.uint32)
+
+    def sign(shape: tuple[int, ...], seed: Any) -> Any:
+        # A hash of a few instructions: jax.random's, one for each parameter, take longer to
+        # compile than what is measured with them.
+        return jnp.where(random_bits(shape, seed) >> jnp.uint32(31) == 0, 1.0, -1.0)
+
+    def make(g: Any, seeds: Any, previous: Any) -> Any:
+        of_real, of_imaginary = seeds + _is_nan(root if previous is None else previous)
+        real = sign(g.shape, of_real).astype(jnp.float32)
+        if jnp.issubdtype(g.dtype, jnp.complexfloating):
+            real = lax.complex(real, sign(g.shape, of_imaginary).astype(jnp.float32))
+        return real.astype(g.dtype)
+
+    return [Late(functools.partial(make, g, own)) for own, g in zip(seeds, like, strict=False)]
+
+
+def late(arrays: Sequence[Any], root: Any) -> list[Late]:
+    """Arrays as cotangents, none of which can be used before what was computed last.
+
+    What they are made to depend on is whether that is NaN, which no compiler knows beforehand.
+
+    Args:
+        arrays: the arrays.
+        root: what the first one depends on.
+    """
+
+    def make(x: Any, previous: Any) -> Any:
+        is_nan = _is_nan(root if previous is None else previous)
+        return jnp.where(is_nan == 0, x, jnp.full_like(x, jnp.nan))
+
+    return [Late(functools.partial(make, x)) for x in arrays]
+
+
+def _is_nan(x: Any) -> Any:
+    """One if the first number of an array is NaN, else zero.
+
+    On several devices it is zero always: they would have to tell each other.
+    """
+    if not x.size:
+        return jnp.uint32(0)
+    return by_devices(x, one=_first_is_nan, several=_zero)
+
+
+def _first_is_nan(x: Any) -> Any:
+    return jnp.isnan(x[(0,) * x.ndim]).astype(jnp.uint32)
+
+
+def _zero(x: Any) -> Any:
+    del x
+    return jnp.uint32(0)
