@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jact.engine.backward import Late
-from jact_kernels.compat import by_devices
+from jact_kernels import compat
 from jact_kernels.noise import random_bits
 
 
@@ -61,17 +61,17 @@ def late(arrays: Sequence[Any], root: Any) -> list[Late]:
 def _is_nan(x: Any) -> Any:
     """One if the first number of an array is NaN, else zero.
 
-    On several devices it is zero always: they would have to tell each other.
+    Several devices look at all numbers, each at its own, and tell each other. Where a mapped region
+    lets each device measure by itself they cannot, and it is zero.
     """
-    if not x.size:
+    if not x.size or compat.is_varying(x):
         return jnp.uint32(0)
-    return by_devices(x, one=_first_is_nan, several=_zero)
+    return compat.by_devices(x, one=_first_is_nan, several=_any_is_nan)
 
 
 def _first_is_nan(x: Any) -> Any:
     return jnp.isnan(x[(0,) * x.ndim]).astype(jnp.uint32)
 
 
-def _zero(x: Any) -> Any:
-    del x
-    return jnp.uint32(0)
+def _any_is_nan(x: Any) -> Any:
+    return jnp.isnan(x).any().astype(jnp.uint32)
