@@ -363,13 +363,24 @@ def cotangent_type(aval: Any) -> Any:
 
 def varying_like(x: Any, tree: Any) -> Any:
     """A value, said to differ between the devices of a mapped region wherever arrays do."""
-
-    def axes(y: Any) -> frozenset[str]:
-        kind = getattr(jax.typeof(y), "manual_axis_type", None)
-        return frozenset(getattr(kind, "varying", ()))
-
-    missing = frozenset().union(*map(axes, jax.tree.leaves(tree))) - axes(x)
+    missing = frozenset().union(*map(_varying, jax.tree.leaves(tree))) - _varying(x)
     return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def shared_like(x: Any, y: Any) -> tuple[Any, int]:
+    """The greatest of a value on those devices of a mapped region that share another one.
+
+    Returns:
+        The value, and how many devices share the other one.
+    """
+    axes = tuple(sorted(_varying(x) - _varying(y)))
+    return (jax.lax.pmax(x, axes), jax.lax.axis_size(axes)) if axes else (x, 1)
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """The axes of a mapped region along which a value may differ."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset(getattr(kind, "varying", ()))
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:

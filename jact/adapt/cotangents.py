@@ -17,13 +17,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jact.compat import shared_like
 from jact.engine.backward import Late
 from jact_kernels import compat
 from jact_kernels.noise import random_bits
 
 
 def signs(key: Any, like: Sequence[Any], root: Any) -> list[Late]:
-    """Random signs; of complex numbers, of both parts. See `late`."""
+    """Random signs; of complex numbers, of both parts. See `late`.
+
+    Devices of a mapped region that share a parameter have its whole gradient each, but errors of
+    their own part of the batch alone. So that squared errors sum up to as many times those of the
+    gradient as there are gradients, signs are multiplied by the root of their number.
+    """
     seeds = jax.random.bits(key, (max(len(like), 1), 2), jnp.uint32)
 
     def sign(shape: tuple[int, ...], seed: Any) -> Any:
@@ -32,16 +38,17 @@ def signs(key: Any, like: Sequence[Any], root: Any) -> list[Late]:
         return jnp.where(random_bits(shape, seed) >> jnp.uint32(31) == 0, 1.0, -1.0)
 
     def make(g: Any, seeds: Any, previous: Any) -> Any:
+        seeds, number = shared_like(seeds, g)
         of_real, of_imaginary = seeds + _is_nan(root if previous is None else previous)
         real = sign(g.shape, of_real).astype(jnp.float32)
         if jnp.issubdtype(g.dtype, jnp.complexfloating):
             real = lax.complex(real, sign(g.shape, of_imaginary).astype(jnp.float32))
-        return real.astype(g.dtype)
+        return (real * number**0.5).astype(g.dtype)
 
     return [Late(functools.partial(make, g, own)) for own, g in zip(seeds, like, strict=False)]
 
 
-def late(arrays: Sequence[Any], root: Any) -> list[Late]:
+def late(arrays: Sequence[Any], root: Any, key: Any) -> list[Late]:
     """Arrays as cotangents, none of which can be used before what was computed last.
 
     What they are made to depend on is whether that is NaN, which no compiler knows beforehand.
@@ -49,11 +56,14 @@ def late(arrays: Sequence[Any], root: Any) -> list[Late]:
     Args:
         arrays: the arrays.
         root: what the first one depends on.
+        key: a number that differs between devices if what they measure does. Arrays that they share
+            are multiplied by the number of devices; see `signs`.
     """
 
     def make(x: Any, previous: Any) -> Any:
         is_nan = _is_nan(root if previous is None else previous)
-        return jnp.where(is_nan == 0, x, jnp.full_like(x, jnp.nan))
+        _, number = shared_like(key, x)
+        return jnp.where(is_nan == 0, x * jnp.asarray(number, x.dtype), jnp.full_like(x, jnp.nan))
 
     return [Late(functools.partial(make, x)) for x in arrays]
 

@@ -225,7 +225,7 @@ class Probe:
         # Other noise than that of the change: what they have in common is the bias.
         operands = (rows, seed + jnp.uint32(2))
         gradients, _, pull = pass_.differentiate(BiasTaps(layout, codec), operands, values)
-        found, _ = pull(cotangents.late(change, _squared_norms(gradients)))
+        found, _ = pull(cotangents.late(change, _squared_norms(gradients), seed))
         return _stack(layout, found)
 
     def at(

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jact
-from tests.adapt.steps import batch, controller, loss, params
+from tests.adapt.steps import batch, controller, loss, params, sgd
 
 # Each compiles a training step and its probe more than once.
 pytestmark = pytest.mark.slow
@@ -96,14 +96,17 @@ def test_sharded_over_eight_devices(explicit):
     assert np.isfinite(value)
 
 
-def test_in_shard_map():
+@pytest.mark.parametrize("shared", [False, True])
+def test_in_shard_map(shared):
+    """Each device measures its own gradient, or its part in the one of parameters they share."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     c = controller(every=4)
 
     @c.jit
     def step(values, x):
         def on_each(values, x):
-            values = jax.tree.map(lambda v: lax.pcast(v, "data", to="varying"), values)
+            if not shared:
+                values = jax.tree.map(lambda v: lax.pcast(v, "data", to="varying"), values)
             return lax.pmean(jact.grad(loss, policy=c)(values, x), "data")
 
         mapped = jax.shard_map(on_each, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
@@ -113,6 +116,11 @@ def test_in_shard_map():
     for i in range(3):
         values = step(values, batch(i, 1024))
     assert c.history[0].noise is not None
+    if shared:
+        whole = controller(every=4)
+        sgd(whole)(params(), batch(0, 1024))
+        expected = whole.history[0].predicted_error
+        assert c.history[0].predicted_error == pytest.approx(expected, rel=0.2)
     assert np.isfinite(values[0]).all()
 
 
