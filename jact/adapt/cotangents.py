@@ -39,7 +39,7 @@ def signs(key: Any, like: Sequence[Any], root: Any) -> list[Late]:
 
     def make(g: Any, seeds: Any, previous: Any) -> Any:
         seeds, number = shared_like(seeds, g)
-        of_real, of_imaginary = seeds + _is_nan(root if previous is None else previous)
+        of_real, of_imaginary = seeds + _is_nan(previous, root)
         real = sign(g.shape, of_real).astype(jnp.float32)
         if jnp.issubdtype(g.dtype, jnp.complexfloating):
             real = lax.complex(real, sign(g.shape, of_imaginary).astype(jnp.float32))
@@ -61,19 +61,20 @@ def late(arrays: Sequence[Any], root: Any, key: Any) -> list[Late]:
     """
 
     def make(x: Any, previous: Any) -> Any:
-        is_nan = _is_nan(root if previous is None else previous)
+        is_nan = _is_nan(previous, root)
         _, number = shared_like(key, x)
         return jnp.where(is_nan == 0, x * jnp.asarray(number, x.dtype), jnp.full_like(x, jnp.nan))
 
     return [Late(functools.partial(make, x)) for x in arrays]
 
 
-def _is_nan(x: Any) -> Any:
-    """One if the first number of an array is NaN, else zero.
+def _is_nan(previous: Any, root: Any) -> Any:
+    """One if the first number of what was computed before, or else of the root, is NaN; or zero.
 
     Several devices look at all numbers, each at its own, and tell each other. Where a mapped region
     lets each device measure by itself they cannot, and it is zero.
     """
+    x = root if previous is None else previous
     if not x.size or compat.is_varying(x):
         return jnp.uint32(0)
     return compat.by_devices(x, one=_first_is_nan, several=_any_is_nan)

@@ -52,6 +52,13 @@ class Prepared:
         """What is saved, in the order in which the forward pass makes it."""
         return self.selection.saved
 
+    def by_input(self, gradients: Sequence[Any]) -> list[Any]:
+        """What the backward pass makes, one gradient for each input: None where it has none."""
+        result: list[Any] = [None] * len(self.inputs)
+        for i, gradient in zip(self.linearized.differentiated, gradients, strict=True):
+            result[i] = gradient
+        return result
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -173,10 +180,7 @@ def compressed(
         linearized = static.prepared.linearized
         cts = [cotangents[i] for i in linearized.cotangents]
         gradients = _pullback(static.prepared, plain, name)(by_reference, codes, cts)
-        result: list[Any] = [None] * len(inputs)
-        for i, gradient in zip(linearized.differentiated, gradients, strict=True):
-            result[i] = gradient
-        return tuple(_settle(result, inputs, weights))
+        return tuple(_settle(static.prepared.by_input(gradients), inputs, weights))
 
     return compat.custom_vjp(plain, run_forward, run_backward, name)
 
@@ -210,11 +214,9 @@ def pullback_of(
 
     def pull(cotangents: Sequence[Any]) -> list[Any]:
         cts = [cotangents[i] for i in linearized.cotangents]
-        gradients = backward.run_backward(linearized, prepared.selection, by_reference, codes, cts)
-        result: list[Any] = [None] * len(inputs)
-        for i, gradient in zip(linearized.differentiated, gradients, strict=True):
-            result[i] = gradient
-        return result
+        return prepared.by_input(
+            backward.run_backward(linearized, prepared.selection, by_reference, codes, cts)
+        )
 
     return outputs, pull
 

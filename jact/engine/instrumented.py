@@ -131,10 +131,7 @@ def instrumented(
         gradients = backward.run_backward(
             linearized, selection, by_reference, codes, cts, deviations
         )
-        result: list[Any] = [None] * len(inputs)
-        for i, gradient in zip(linearized.differentiated, gradients, strict=True):
-            result[i] = gradient
-        return (None, *result)
+        return (None, *static.prepared.by_input(gradients))
 
     run.defvjp(run_forward, run_backward)
     return functools.partial(run, operands)
