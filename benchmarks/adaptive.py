@@ -26,6 +26,7 @@ from benchmarks.fidelity import arguments, flat_gradient, relative_error
 from benchmarks.options import Case, differentiated, positive
 from jact.adapt import defaults
 from jact.adapt.allocate import allocate
+from jact.adapt.schedule import FULL_EVERY
 from jact.adapt.steps import Arguments
 
 LINE = "bits"
@@ -41,6 +42,7 @@ COLUMNS: output.Columns = {
     "code MiB": output.mib("adaptive_bytes"),
     "uniform MiB": output.mib("uniform_bytes"),
     "probe/step": output.number("probe_steps", ".1f"),
+    "full probe": output.number("full_probe_steps", ".1f"),
     "compile s": output.number("compile_seconds", ".1f"),
     "cost %": output.number("cost_percent", ".2f"),
     "longest step": output.number("longest_step", ".2f"),
@@ -138,11 +140,19 @@ class Run:
         jax.block_until_ready(self.step(*self.arguments))
 
     def costs(self) -> dict[str, float]:
-        """The seconds of a probe, of a step and of compiling one, and what adapting costs."""
+        """The seconds of a probe, of a step and of compiling one, and what adapting costs.
+
+        Of so many probes, one measures biases, too.
+        """
         controller, steps = self.controller, self.controller._schedule.steps
         program = steps.find(controller._schedule.at.plans)
         mode, types = controller._schedule.mode, Arguments(self.arguments, {})
-        probe = self._median(lambda: steps.probe(mode, types, self.arguments, {}))
+
+        def probe_seconds(full: bool) -> float:
+            return self._median(lambda: steps.probe(mode, types, full, self.arguments, {}))
+
+        full, short = probe_seconds(True), probe_seconds(False)
+        probe = (full + (FULL_EVERY - 1) * short) / FULL_EVERY
         step = self._median(lambda: program(*self.arguments))
         compiling = program.cpu_seconds
         cost = (probe + compiling / (os.cpu_count() or 1)) / (EVERY * step)
@@ -150,6 +160,7 @@ class Run:
             "probe_seconds": probe,
             "step_seconds": step,
             "probe_steps": probe / step,
+            "full_probe_steps": full / step,
             "compile_seconds": program.seconds,
             "cost_percent": 100 * cost,
         }

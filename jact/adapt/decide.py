@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jact.adapt.allocate import Allocation
+from jact.adapt.biases import Biases
 from jact.adapt.budget import Budget, Landscape, guessed
 from jact.adapt.fit import Model, fit
 from jact.adapt.history import Adaptation, joined
@@ -43,6 +44,7 @@ class Situation:
         min_gain: the part of the squared error that a new plan has to save.
         figures: of the probes.
         variances: of the gradient from batch to batch, by place, as last measured.
+        biases: as last measured; None where the probes measured them.
         mode: what the probes know of the functions.
     """
 
@@ -54,6 +56,7 @@ class Situation:
     min_gain: float
     figures: Sequence[Mapping[str, Mapping[str, Any]]]
     variances: Mapping[str, float]
+    biases: Biases | None
     mode: Probing
 
 
@@ -66,6 +69,7 @@ class Decision:
         record: for the history; None where nothing could be measured.
         model: what is known of peaks now; None for no more than before.
         variances: of the gradient from batch to batch, by place.
+        biases: as last measured, for later decisions.
         failed: whether the figures were infinite or NaN.
     """
 
@@ -73,6 +77,7 @@ class Decision:
     record: Adaptation | None
     model: Model | None = None
     variances: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    biases: Biases | None = None
     failed: bool = False
 
     @property
@@ -100,19 +105,17 @@ def decide(situation: Situation, steps: Steps, arguments: Arguments) -> Decision
             f"{steps.fun.__name__} differentiates nothing whose policy is this controller: give it "
             "to jact.value_and_grad, jact.grad or jact.compress (policy=controller)"
         )
-    failed = not all(np.isfinite(v).all() for fs in figures.values() for v in fs.values())
-    if failed:
-        logger.warning(
-            "what was measured at step %d holds infinite values or NaN; %s",
-            situation.step,
-            "the first plan is a guess" if situation.plans is None else "the plan stays",
-        )
-        if situation.plans is not None:
-            return Decision(plans=None, record=None, failed=True)
-    landscape = survey(situation.mode, None if failed else figures, situation.plans)
+    if not all(np.isfinite(v).all() for found in figures.values() for v in found.values()):
+        return _without_figures(situation, steps, arguments)
+    if situation.biases is None:
+        biases = Biases.measured(arguments.shapes, figures)
+    else:
+        figures = situation.biases.complete(figures)
+        biases = situation.biases.used()
+    landscape = survey(situation.mode, figures, situation.plans)
     chosen = _choose(situation, steps, arguments, landscape)
-    variances = dict(situation.variances) if failed else variances_of(situation, figures)
-    noise = None if failed else noise_of(landscape, chosen.choice, figures, variances)
+    variances = variances_of(situation, figures)
+    noise = noise_of(landscape, chosen.choice, figures, variances)
     error = landscape.error_of(chosen.choice)
     if noise is not None and noise > NOISE and error > HARMLESS_ERROR:
         logger.warning(
@@ -125,7 +128,28 @@ def decide(situation: Situation, steps: Steps, arguments: Arguments) -> Decision
             error,
             situation.budget,
         )
-    return chosen.decision(situation, landscape, noise, variances, failed)
+    decision = chosen.decision(situation, landscape, noise)
+    return dataclasses.replace(decision, variances=variances, biases=biases)
+
+
+def _without_figures(situation: Situation, steps: Steps, arguments: Arguments) -> Decision:
+    """Where what was measured is infinite or NaN: the plan in use goes on, the first is a guess."""
+    logger.warning(
+        "what was measured at step %d holds infinite values or NaN; %s",
+        situation.step,
+        "the first plan is a guess" if situation.plans is None else "the plan stays",
+    )
+    if situation.plans is not None:
+        return Decision(plans=None, record=None, failed=True)
+    landscape = survey(situation.mode, None)
+    decision = _choose(situation, steps, arguments, landscape).decision(situation, landscape, None)
+    assert decision.record is not None
+    record = dataclasses.replace(
+        decision.record,
+        predicted_error=float("nan"),
+        note="a guess: nothing finite was measured",
+    )
+    return dataclasses.replace(decision, record=record, failed=True)
 
 
 def total(figures: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, np.ndarray]]:
@@ -221,14 +245,7 @@ class _Chosen:
     model: Model | None
     replaced: Sequence[int] | None
 
-    def decision(
-        self,
-        situation: Situation,
-        landscape: Landscape,
-        noise: float | None,
-        variances: Mapping[str, float],
-        failed: bool,
-    ) -> Decision:
+    def decision(self, situation: Situation, landscape: Landscape, noise: float | None) -> Decision:
         plans = self.plans or situation.plans
         assert plans is not None
         replaced = None if self.replaced is None else landscape.error_of(self.replaced)
@@ -237,17 +254,14 @@ class _Chosen:
             reason=situation.reason,
             switched=self.plans is not None,
             plan=joined(plans),
-            predicted_error=float("nan") if failed else landscape.error_of(self.choice),
+            predicted_error=landscape.error_of(self.choice),
             replaced_error=replaced,
             nbytes=landscape.nbytes_of(self.choice),
             bits=landscape.bits_of(self.choice),
             peak=self.peak,
             noise=noise,
-            note="a guess: nothing finite was measured" if failed else "",
         )
-        return Decision(
-            plans=self.plans, record=record, model=self.model, variances=variances, failed=failed
-        )
+        return Decision(plans=self.plans, record=record, model=self.model)
 
 
 def _choose(

@@ -8,7 +8,8 @@ the results of each loop and branch that holds a mark, and leaves out whatever t
 any sharding, and XLA sees one ordinary function.
 
 Figures add up: over the iterations of a loop, over devices, over calls with the same label. For
-means emit a count as well.
+means emit a count as well. `flag` goes the other way: whoever runs the collected function says what
+it is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
@@ -36,6 +38,7 @@ _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 _mark = jex.Primitive("jact_figures")
 _mark.multiple_results = True
+_flag = jex.Primitive("jact_flag")
 
 
 def emit(values: Sequence[Any], label: str, figures: Mapping[str, Any]) -> list[Any]:
@@ -55,12 +58,18 @@ def emit(values: Sequence[Any], label: str, figures: Mapping[str, Any]) -> list[
     return list(_mark.bind(*arrays, label=label, names=names))
 
 
-def collect(closed: Any, args: Sequence[Any]) -> Figures:
+def flag() -> Any:
+    """A bool, which is known only when `collect` runs the function; True where it does not."""
+    return _flag.bind()
+
+
+def collect(closed: Any, args: Sequence[Any], flag: Any = True) -> Figures:
     """Runs a traced function for the figures that are marked in it.
 
     Args:
         closed: the function.
         args: its inputs.
+        flag: what `flag` is in it; may be traced.
 
     Returns:
         The sums of the figures, by label and name.
@@ -74,9 +83,9 @@ def collect(closed: Any, args: Sequence[Any]) -> Figures:
             "a training step with mutable references (jax.new_ref) among its arguments, or closed "
             "over, cannot be probed: that would write to them"
         )
-    found: _Found = []
+    found = _Found(flag)
     _run(closed, args, found, wanted_outputs=False)
-    return _by_label(found)
+    return found.figures
 
 
 def count(closed: Any) -> Counter[str]:
@@ -90,20 +99,32 @@ def count(closed: Any) -> Counter[str]:
     return total
 
 
-type _Found = list[tuple[str, dict[str, Any]]]
+class _Found:
+    """What is found in one function, and what is told to it.
 
+    Attributes:
+        flag: a bool.
+        figures: the sums so far.
+    """
 
-def _by_label(found: _Found) -> Figures:
-    figures: Figures = {}
-    for label, values in found:
-        total = figures.setdefault(label, {})
-        for name, value in values.items():
-            total[name] = total[name] + value if name in total else value
-    return figures
+    def __init__(self, flag: Any):
+        self.flag = flag
+        self.figures: Figures = {}
+
+    def add(self, figures: Figures) -> None:
+        """Adds figures to the sums."""
+        for label, values in figures.items():
+            total = self.figures.setdefault(label, {})
+            for name, value in values.items():
+                total[name] = total[name] + value if name in total else value
+
+    def inner(self) -> _Found:
+        """For a function that is called in this one."""
+        return _Found(self.flag)
 
 
 def _run(closed: Any, args: Sequence[Any], found: _Found, wanted_outputs: bool = True) -> list[Any]:
-    """Runs a function; appends the figures to `found`, and returns the results if wanted."""
+    """Runs a function; adds the figures to `found`, and returns the results if wanted."""
     program = programs.flatten(closed)
     outs = program.outvars if wanted_outputs else ()
     eqns = _live(program.eqns, outs)
@@ -113,8 +134,10 @@ def _run(closed: Any, args: Sequence[Any], found: _Found, wanted_outputs: bool =
         if eqn.primitive is _mark:
             count = len(eqn.outvars)
             names, figures = eqn.params["names"], values[count:]
-            found.append((eqn.params["label"], dict(zip(names, figures, strict=True))))
+            found.add({eqn.params["label"]: dict(zip(names, figures, strict=True))})
             return list(values[:count])
+        if eqn.primitive is _flag:
+            return [jnp.asarray(found.flag)]
         if not _holds_mark(eqn):
             return compat.bind_equation(eqn, values)
         with compat.equation_context(eqn):
@@ -151,7 +174,7 @@ def _writes(eqn: Equation) -> bool:
 
 def _holds_mark(eqn: Equation) -> bool:
     return any(
-        inner.primitive is _mark or _holds_mark(inner)
+        inner.primitive in (_mark, _flag) or _holds_mark(inner)
         for jaxpr in jex.jaxprs_in_params(eqn.params)
         for inner in compat.equations(jaxpr)
     )
@@ -189,9 +212,9 @@ def _enter_scan(eqn: Equation, args: Sequence[Any], found: _Found) -> list[Any]:
     consts, init, xs = args[:num_consts], args[num_consts:end], args[end:]
 
     def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], Any]:
-        inner: _Found = []
+        inner = found.inner()
         outs = _run(params["jaxpr"], [*consts, *carry, *x], inner)
-        return outs[:num_carry], (outs[num_carry:], _by_label(inner))
+        return outs[:num_carry], (outs[num_carry:], inner.figures)
 
     carry, (ys, figures) = lax.scan(
         step,
@@ -201,13 +224,8 @@ def _enter_scan(eqn: Equation, args: Sequence[Any], found: _Found) -> list[Any]:
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    found.extend(_summed(figures))
+    found.add(jax.tree.map(lambda x: x.sum(0), figures))
     return [*carry, *ys]
-
-
-def _summed(figures: Figures) -> _Found:
-    """Figures that a loop has stacked up, added up."""
-    return [(label, {k: x.sum(0) for k, x in xs.items()}) for label, xs in figures.items()]
 
 
 def _enter_while(eqn: Equation, args: Sequence[Any], found: _Found) -> list[Any]:
@@ -221,9 +239,9 @@ def _enter_while(eqn: Equation, args: Sequence[Any], found: _Found) -> list[Any]
         )
 
     def body(carry: Sequence[Any]) -> tuple[list[Any], Figures]:
-        inner: _Found = []
+        inner = found.inner()
         outs = _run(params["body_jaxpr"], [*body_consts, *carry], inner)
-        return outs, _by_label(inner)
+        return outs, inner.figures
 
     def step(state: tuple[list[Any], Figures]) -> tuple[list[Any], Figures]:
         carry, total = state
@@ -231,12 +249,12 @@ def _enter_while(eqn: Equation, args: Sequence[Any], found: _Found) -> list[Any]
         return outs, jax.tree.map(jnp.add, total, figures)
 
     def condition(state: tuple[list[Any], Figures]) -> Any:
-        (result,) = _run(params["cond_jaxpr"], [*cond_consts, *state[0]], [])
+        (result,) = _run(params["cond_jaxpr"], [*cond_consts, *state[0]], found.inner())
         return result
 
     start = jax.tree.map(_zeros, jax.eval_shape(body, init)[1])
     outs, figures = lax.while_loop(condition, step, (init, start))
-    found.extend(figures.items())
+    found.add(figures)
     return outs
 
 
@@ -244,51 +262,48 @@ def _enter_cond(eqn: Equation, args: Sequence[Any], found: _Found) -> list[Any]:
     index, *operands = args
 
     def branch(closed: Any, *operands: Any) -> tuple[list[Any], Figures]:
-        inner: _Found = []
-        return _run(closed, operands, inner), _by_label(inner)
+        inner = found.inner()
+        return _run(closed, operands, inner), inner.figures
 
     branches = [jax.tree_util.Partial(branch, closed) for closed in eqn.params["branches"]]
-    shapes = [jax.eval_shape(run, *operands)[1] for run in branches]
-    nothing = jax.tree.map(_zeros, _by_label([item for s in shapes for item in _like(s)]))
+    nothing = found.inner()
+    for run in branches:
+        nothing.add(jax.tree.map(_zeros, jax.eval_shape(run, *operands)[1]))
 
     def padded(run: Any) -> Any:
         def run_padded(*operands: Any) -> tuple[list[Any], Figures]:
             outs, figures = run(*operands)
-            return outs, _by_label([*nothing.items(), *figures.items()])
+            total = found.inner()
+            total.add(nothing.figures)
+            total.add(figures)
+            return outs, total.figures
 
         return run_padded
 
     outs, figures = lax.switch(index, list(map(padded, branches)), *operands)
-    found.extend(figures.items())
+    found.add(figures)
     return list(outs)
-
-
-def _like(figures: Any) -> _Found:
-    """Figures that are there as types alone, as zeros."""
-    return [(label, {k: _zeros(x) for k, x in xs.items()}) for label, xs in figures.items()]
 
 
 def _enter_shard_map(eqn: Equation, args: Sequence[Any], found: _Found) -> list[Any]:
     params = eqn.params
     axes = tuple(params["newly_manual_axes"])
-    labels: _Found = []
+    replicated = jax.sharding.PartitionSpec()
 
-    def run(*parts: Any) -> tuple[tuple[Any, ...], Figures]:
-        inner: _Found = []
+    def run(flag: Any, *parts: Any) -> tuple[tuple[Any, ...], Figures]:
+        inner = _Found(flag)
         outs = _run(compat.as_closed(params["jaxpr"]), parts, inner)
-        figures = _by_label(inner)
-        labels.extend(figures.items())
-        return tuple(outs), jax.tree.map(lambda x: lax.psum(x, axes), figures)
+        return tuple(outs), jax.tree.map(lambda x: lax.psum(x, axes), inner.figures)
 
     outs, figures = jax.shard_map(
         run,
         mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=(tuple(params["out_specs"]), jax.sharding.PartitionSpec()),
+        in_specs=(replicated, *params["in_specs"]),
+        out_specs=(tuple(params["out_specs"]), replicated),
         axis_names=set(axes),
         check_vma=params["check_vma"],
-    )(*args)
-    found.extend(figures.items())
+    )(jnp.asarray(found.flag), *args)
+    found.add(figures)
     return list(outs)
 
 
@@ -324,6 +339,9 @@ def _batched(
     return list(outs), list(axes[:count])
 
 
+_flag.def_impl(lambda: jnp.asarray(True))
+_flag.def_abstract_eval(lambda: compat.type_of(np.True_))
+mlir.register_lowering(_flag, mlir.lower_fun(lambda: jnp.asarray(True), multiple_results=False))
 _mark.def_impl(_identity)
 _mark.def_abstract_eval(_identity)
 mlir.register_lowering(_mark, mlir.lower_fun(_identity, multiple_results=True))

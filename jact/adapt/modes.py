@@ -266,8 +266,11 @@ def _measure(
     mode.uniform[place] = residuals.layout([Keep(), *(Quantize(bits=b) for b in BITS)]).nbytes[
         :, 1:
     ]
-    measure = exact.at if mode.method == "exact" else mode.probe.at
-    grads, statistics = measure(_key(values, place, mode.seed), target, residuals, table)
+    key = _key(values, place, mode.seed)
+    if mode.method == "exact":
+        grads, statistics = exact.at(key, target, residuals, table)
+    else:
+        grads, statistics = mode.probe.at(key, target, residuals, table, hoist.flag())
     sketched = sketch(grads)
     return {
         **statistics,

@@ -117,8 +117,9 @@ class Probe:
         Returns:
             The value, or the pair of value and auxiliary data; the gradient, in form that of
             `jact.value_and_grad`, computed from residuals of 8 bits; and a flat dictionary of
-            float32 arrays, for `Sensitivities.from_statistics`: "error" and "bias" `[residual,
-            codec]`, and "gradient" `[]`.
+            float32 arrays, for `Sensitivities.from_statistics`: "error", "bias" and "independent"
+            `[residual, codec]`, the last being the error if those of a residual's elements were
+            independent of each other; and "gradient" `[]`.
         """
         function = self._function
 
@@ -156,7 +157,8 @@ class Probe:
             del key
             outs = compat.call_jaxpr(traced.closed, values[:num_consts], values[num_consts:])
             unknown = jnp.full(layout.supported.shape, jnp.nan, jnp.float32)
-            return outs, {"error": unknown, "bias": unknown, "gradient": jnp.float32(jnp.nan)}
+            statistics = dict.fromkeys(("error", "bias", "independent"), unknown)
+            return outs, statistics | {"gradient": jnp.float32(jnp.nan)}
 
         def probed_forward(key: Any, *values: Any) -> tuple[Any, Any]:
             outs, gradients, statistics = self._measure(pass_, key, values)
@@ -172,7 +174,7 @@ class Probe:
         return probed(key, *traced.values)
 
     def _measure(
-        self, pass_: _Pass, key: Any, values: Sequence[Any]
+        self, pass_: _Pass, key: Any, values: Sequence[Any], full: Any = None
     ) -> tuple[list[Any], list[Any], dict[str, Any]]:
         layout = pass_.layout
         _reject_mapped(layout)
@@ -181,33 +183,40 @@ class Probe:
         row = compat.varying_like(jnp.zeros(len(layout.codecs), jnp.float32), values)
         rows = dict.fromkeys(layout.names, row)
         gradients, outs, pull = pass_.differentiate(VarianceTaps(layout), rows, values)
-        error = jnp.zeros(layout.supported.shape, jnp.float32)
+        independent = jnp.zeros(layout.supported.shape, jnp.float32)
         squared = _squared_norms(gradients)
         for k in jax.random.split(sign_key, self._samples):
-            error += _stack(layout, pull(cotangents.signs(k, gradients, squared))) / self._samples
-        bias = jnp.zeros_like(error)
+            sums = _stack(layout, pull(cotangents.signs(k, gradients, squared)))
+            independent += sums / self._samples
+        error, bias = independent, jnp.zeros_like(independent)
         if self._bias:
             chosen = _with_bias(layout.codecs) if layout.names else []
-            measured = self._biases(pass_, values, gradients, chosen, seed_key)
-            error, bias = _with_biases(layout.codecs, chosen, error, measured)
-        return outs, gradients, {"error": error, "bias": bias, "gradient": squared}
+            measured = self._biases(pass_, (values, gradients, seed_key), chosen, full)
+            error, bias = _with_biases(layout.codecs, chosen, independent, measured)
+        figures = {"error": error, "bias": bias, "independent": independent, "gradient": squared}
+        return outs, gradients, figures
 
-    def _biases(
-        self, pass_: _Pass, values: Sequence[Any], exact: Sequence[Any], codecs: list[int], key: Any
-    ) -> Any:
-        """For each of some codecs, what `_bias_of` finds."""
-        seeds = jax.random.bits(key, (len(codecs),), jnp.uint32)
-        if len(codecs) < 2:  # The program of one that is known has nothing of the others.
-            found = [
-                self._bias_of(pass_, values, exact, c, s)
-                for c, s in zip(codecs, seeds, strict=True)
-            ]
-            return jnp.stack(found) if found else jnp.zeros((0, len(pass_.layout.names), 3))
+    def _biases(self, pass_: _Pass, operands: Any, codecs: list[int], full: Any) -> Any:
+        """For each of some codecs, what `_bias_of` finds; zeros where `full` is there and false."""
 
-        def of_codec(_: None, codec_and_seed: Any) -> tuple[None, Any]:
-            return None, self._bias_of(pass_, values, exact, *codec_and_seed)
+        def measure(operands: Any) -> Any:
+            values, exact, key = operands
+            seeds = jax.random.bits(key, (len(codecs),), jnp.uint32)
+            if len(codecs) == 1:  # The program of one that is known has nothing of the others.
+                return self._bias_of(pass_, values, exact, codecs[0], seeds[0])[None]
 
-        return lax.scan(of_codec, None, (jnp.array(codecs, jnp.int32), seeds))[1]
+            def of_codec(_: None, codec_and_seed: Any) -> tuple[None, Any]:
+                return None, self._bias_of(pass_, values, exact, *codec_and_seed)
+
+            return lax.scan(of_codec, None, (jnp.array(codecs, jnp.int32), seeds))[1]
+
+        def skip(operands: Any) -> Any:
+            shape = (len(codecs), len(pass_.layout.names), 3)
+            return compat.varying_like(jnp.zeros(shape, jnp.float32), operands)
+
+        if not codecs:
+            return skip(operands)
+        return measure(operands) if full is None else lax.cond(full, measure, skip, operands)
 
     def _bias_of(
         self, pass_: _Pass, values: Sequence[Any], exact: Sequence[Any], codec: Any, seed: Any
@@ -229,12 +238,15 @@ class Probe:
         return _stack(layout, found)
 
     def at(
-        self, key: Any, traced: Traced, residuals: layouts.Residuals, layout: Layout
+        self, key: Any, traced: Traced, residuals: layouts.Residuals, layout: Layout, full: Any
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The gradient of a traced function at its own values, flat, and the statistics."""
-        _, gradients, statistics = self._measure(
-            _Pass(traced, residuals, layout), key, traced.values
-        )
+        """The gradient of a traced function at its own values, flat, and the statistics.
+
+        Where `full`, a bool that may be traced, is false, biases are left out, and with them most
+        of the time that a probe takes: "error" and "bias" mean nothing then.
+        """
+        pass_ = _Pass(traced, residuals, layout)
+        _, gradients, statistics = self._measure(pass_, key, traced.values, full)
         return gradients, statistics
 
     def statistics(self, key: jax.Array, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:

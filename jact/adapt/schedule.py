@@ -23,6 +23,10 @@ logger = logging.getLogger("jact.adapt")
 #: batch. The following ones measure a single batch.
 _BATCHES = 2
 
+#: Every so many adaptations biases are measured, which takes longer than the rest of a probe; the
+#: others take them, relative to other errors, for what they were.
+FULL_EVERY = 4
+
 #: Measurements in a row that may come out as infinite or NaN before the next period is waited for.
 _RETRIES = 5
 
@@ -99,11 +103,12 @@ class Schedule:
 
     def _measure(self, steps: Steps, arguments: Arguments, args: Any, kwargs: Any) -> None:
         """Probes the step with its arguments, and decides once enough batches were measured."""
-        found, mode = steps.probe(self.mode, arguments, args, kwargs)
         measuring = self.at.measuring
         if measuring is None or measuring.shapes != arguments.shapes:
             reason = self.at.asked if measuring is None else measuring.reason
-            measuring = Measuring(reason, arguments.shapes)
+            full = self._measures_biases(reason, arguments)
+            measuring = Measuring(reason, arguments.shapes, full)
+        found, mode = steps.probe(self.mode, arguments, measuring.full, args, kwargs)
         measuring.add(found)
         self.at.asked, self.at.measuring = "", measuring
         self.at.waited, self.at.nbytes = 0, arguments.nbytes
@@ -116,6 +121,7 @@ class Schedule:
             min_gain=self.min_gain,
             figures=measuring.figures,
             variances=self.at.variances,
+            biases=None if measuring.full else self.at.biases,
             mode=mode,
         )
         if self.at.plans is None:
@@ -128,6 +134,12 @@ class Schedule:
             self.at.measuring = None
             work = functools.partial(decide.decide, situation, steps, arguments)
             self.at.pending = Pending(self.at.step + self.switch_after, self._start(work))
+
+    def _measures_biases(self, reason: str, arguments: Arguments) -> bool:
+        known = self.at.biases
+        if reason != "periodic" or known is None or known.shapes != arguments.shapes:
+            return True
+        return known.uses + 1 >= FULL_EVERY
 
     def _start(self, work: Callable[[], Decision]) -> concurrent.futures.Future[Decision]:
         """Begins to work in the background, under the settings of this thread."""
@@ -171,6 +183,7 @@ class Schedule:
         if decision.plans:
             self.at.plans = decision.plans
         self.at.variances = self.at.variances | dict(decision.variances)
+        self.at.biases = decision.biases or self.at.biases
         if decision.record is not None:
             self.at.history.append(decision.record)
             logger.info("%s", decision.record)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jact.adapt.biases import Biases
 from jact.adapt.decide import Decision, total
 from jact.adapt.fit import Model
 from jact.adapt.history import Adaptation
@@ -22,12 +23,14 @@ class Measuring:
     Attributes:
         reason: why they are measured.
         shapes: `Arguments.shapes` of each.
+        full: whether biases are measured, too.
         batches: how many there are.
         figures: of each probe; of those before the state was saved, their sums.
     """
 
     reason: str
     shapes: str
+    full: bool = True
     batches: int = 0
     figures: list[Any] = dataclasses.field(default_factory=list)
 
@@ -43,6 +46,7 @@ class Measuring:
         return {
             "reason": self.reason,
             "shapes": self.shapes,
+            "full": self.full,
             "batches": self.batches,
             "figures": lists,
         }
@@ -56,7 +60,8 @@ class Measuring:
             p: {k: np.asarray(v, np.float64) for k, v in fs.items()}
             for p, fs in data["figures"].items()
         }
-        return cls(data["reason"], data.get("shapes", ""), data["batches"], [figures])
+        full = data.get("full", True)
+        return cls(data["reason"], data.get("shapes", ""), full, data["batches"], [figures])
 
 
 @dataclasses.dataclass
@@ -92,6 +97,7 @@ class Pending:
             "plans": plans_to_json(decision.plans),
             "model": None if decision.model is None else dataclasses.astuple(decision.model),
             "variances": dict(decision.variances),
+            "biases": None if decision.biases is None else decision.biases.to_json(),
             "failed": decision.failed,
             "record": None if record is None else record.to_json(),
         }
@@ -107,6 +113,7 @@ class Pending:
             record=None if record is None else Adaptation.from_json(record),
             model=None if data["model"] is None else Model(*data["model"]),
             variances=data["variances"],
+            biases=Biases.from_json(data.get("biases")),
             failed=data["failed"],
         )
         return cls(data["switch_at"], None, decision)
@@ -121,6 +128,7 @@ class Progress:
         plans: those in use; None before the first.
         model: what is known of peaks.
         variances: of the gradient from batch to batch, by place.
+        biases: as last measured; None if never.
         asked: why the next step is to be measured; empty if it is not.
         failures: measurements in a row that came out as infinite or NaN.
         nbytes: bytes of the arguments that were measured last.
@@ -134,6 +142,7 @@ class Progress:
     plans: Plans | None = None
     model: Model | None = None
     variances: dict[str, float] = dataclasses.field(default_factory=dict)
+    biases: Biases | None = None
     asked: str = ""
     failures: int = 0
     nbytes: int = 0
@@ -149,6 +158,7 @@ class Progress:
             "plans": plans_to_json(self.plans),
             "model": None if self.model is None else dataclasses.astuple(self.model),
             "variances": self.variances,
+            "biases": None if self.biases is None else self.biases.to_json(),
             "asked": self.asked,
             "failures": self.failures,
             "nbytes": self.nbytes,
@@ -166,6 +176,7 @@ class Progress:
             plans=plans_from_json(data["plans"]),
             model=None if data["model"] is None else Model(*data["model"]),
             variances=data["variances"],
+            biases=Biases.from_json(data.get("biases")),
             asked=data["asked"],
             failures=data["failures"],
             nbytes=data.get("nbytes", 0),

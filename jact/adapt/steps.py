@@ -181,13 +181,14 @@ class Steps:
             return self._programs[plans]
 
     def probe(
-        self, mode: Probing, arguments: Arguments, args: Any, kwargs: Any
+        self, mode: Probing, arguments: Arguments, full: bool, args: Any, kwargs: Any
     ) -> tuple[hoist.Figures, Probing]:
         """Runs the step for the figures that a controller wants; compiled when called first.
 
         Args:
             mode: what to measure.
             arguments: the types of what follows.
+            full: whether biases are measured, too.
             args: the arguments of the step.
             kwargs: its keyword arguments.
 
@@ -198,10 +199,12 @@ class Steps:
             options = {k: v for k, v in self._options.items() if k not in _STEP_ONLY}
             # Residuals, and their sizes, are others for other shapes.
             own = dataclasses.replace(mode, layouts={}, uniform={}, calls={})
-            probe = self._jitted(args, kwargs)(self._probing(own), **options)
+            probe = _with_flag(self._probing(own), self._jitted(args, kwargs), options, len(args))
             self._probes[arguments.shapes] = own, probe
         own, probe = self._probes[arguments.shapes]
-        return probe(*args, **kwargs), own
+        # What follows from the flag is no transfer of the user's.
+        with jax.transfer_guard_host_to_device("allow"):
+            return probe(np.bool_(full), args, kwargs), own
 
     def compare(self, program: Program, args: Any, kwargs: Any) -> hoist.Figures:
         """Runs the step for sketches of its gradients and of exact ones; compiles for that."""
@@ -211,12 +214,12 @@ class Steps:
 
     def _probing(self, mode: Probing | Comparing) -> Callable[..., hoist.Figures]:
         @functools.wraps(self.fun)
-        def probe(*args: Any, **kwargs: Any) -> hoist.Figures:
+        def probe(*args: Any, jact_flag: Any = True, **kwargs: Any) -> hoist.Figures:
             door = doors.of_call(args, kwargs)
             if door is not None and hasattr(door, "functional"):
                 with door.functional(self.fun, args, kwargs) as (pure, args, kwargs):
-                    return _figures(pure, args, kwargs, mode)
-            return _figures(self.fun, args, kwargs, mode)
+                    return _figures(pure, args, kwargs, mode, jact_flag)
+            return _figures(self.fun, args, kwargs, mode, jact_flag)
 
         return probe
 
@@ -245,8 +248,36 @@ class Steps:
         return jit
 
 
+def _with_flag(
+    probe: Callable[..., hoist.Figures],
+    jit: Callable[..., Any],
+    options: Mapping[str, Any],
+    num_args: int,
+) -> Callable[[Any, Any, Any], hoist.Figures]:
+    """Compiles a probe so that it takes the flag of `hoist.collect`, before its own arguments.
+
+    With `in_shardings`, JAX takes no arguments by name: the flag is the last by position then. With
+    static arguments besides, positions have two meanings, and the flag stays True.
+    """
+    if "in_shardings" not in options:
+        named = jit(probe, **options)
+        return lambda flag, args, kwargs: named(*args, jact_flag=flag, **kwargs)
+    if any(name.startswith("static_arg") for name in options):
+        always = jit(probe, **options)
+        return lambda _, args, kwargs: always(*args, **kwargs)
+    shardings = options["in_shardings"]
+    each = shardings if isinstance(shardings, tuple | list) else [shardings] * num_args
+
+    @functools.wraps(probe)
+    def flag_last(*args: Any) -> hoist.Figures:
+        return probe(*args[:-1], jact_flag=args[-1])
+
+    placed = jit(flag_last, **dict(options) | {"in_shardings": (*each, None)})
+    return lambda flag, args, _: placed(*args, flag)
+
+
 def _figures(
-    fun: Callable[..., Any], args: Any, kwargs: Any, mode: Probing | Comparing
+    fun: Callable[..., Any], args: Any, kwargs: Any, mode: Probing | Comparing, flag: Any
 ) -> hoist.Figures:
     leaves, tree = jax.tree.flatten((args, kwargs))
     traced = [i for i, leaf in enumerate(leaves) if compat.is_tracer(leaf)]
@@ -264,4 +295,4 @@ def _figures(
         closed = jax.make_jaxpr(of_arrays)(*map(compat.type_of, arrays))
         if isinstance(mode, Probing):
             mode.calls.update(hoist.count(closed))
-        return hoist.collect(closed, arrays)
+        return hoist.collect(closed, arrays, flag)

@@ -34,6 +34,24 @@ def loss(w, x):
     return tap(plain_loss(w, x), x)
 
 
+@jax.custom_vjp
+def flag_tap(y, x):
+    return y
+
+
+def flag_tap_backward(x, ct):
+    total = lax.cond(hoist.flag(), jnp.sum, lambda x: jnp.zeros_like(jnp.sum(x)), x)
+    (ct,) = hoist.emit([ct], "flagged", {"sum": total, "count": jnp.ones(())})
+    return ct, jnp.zeros_like(x)
+
+
+flag_tap.defvjp(lambda y, x: (y, x), flag_tap_backward)
+
+
+def flagged(w, x):
+    return flag_tap(plain_loss(w, x), x)
+
+
 def figures(fun, *args):
     def run(*args):
         closed = jax.make_jaxpr(fun)(*args)
@@ -49,30 +67,30 @@ def figures(fun, *args):
     return {k: float(v) for k, v in values["tap"].items()}, found["count"]["tap"]
 
 
-def in_scan(w, xs):
+def in_scan(w, xs, loss=loss):
     def body(total, x):
         return total + jax.grad(loss)(w, x), None
 
     return lax.scan(body, jnp.zeros(4), xs)[0]
 
 
-def in_while(w, xs, count):
+def in_while(w, xs, count, loss=loss):
     return lax.fori_loop(0, count, lambda i, g: g + jax.grad(loss)(w, xs[i]), jnp.zeros(4))
 
 
-def in_cond(w, xs, chosen):
+def in_cond(w, xs, chosen, loss=loss):
     return lax.cond(chosen, lambda: jax.grad(loss)(w, xs[1]), lambda: jnp.zeros(4))
 
 
-def in_jit(w, xs):
+def in_jit(w, xs, loss=loss):
     return jax.jit(jax.jit(jax.grad(loss)))(w, xs[1])
 
 
-def in_checkpoint(w, xs):
+def in_checkpoint(w, xs, loss=loss):
     return jax.grad(lambda w: jax.checkpoint(loss)(w, xs))(w)
 
 
-def in_vmap(w, xs):
+def in_vmap(w, xs, loss=loss):
     return jax.vmap(jax.grad(loss), (None, 0))(w, xs)
 
 
@@ -114,21 +132,55 @@ def test_found_and_added_up(fun, more, total, count):
     assert marks == 1
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_found_in_shard_map(check_vma):
+def in_shard_map(w, xs, check_vma, loss=loss):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
-    def step(w, xs):
-        def on_each(w, xs):
-            return lax.pmean(jax.grad(loss)(lax.pcast(w, "d", to="varying"), xs), "d")
+    def on_each(w, xs):
+        return lax.pmean(jax.grad(loss)(lax.pcast(w, "d", to="varying"), xs), "d")
 
-        mapped = jax.shard_map(
-            on_each, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=check_vma
-        )
-        return mapped(w, xs)
+    mapped = jax.shard_map(
+        on_each, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=check_vma
+    )
+    return mapped(w, xs)
 
-    found, _ = figures(step, W, jnp.arange(32.0).reshape(8, 4))
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_found_in_shard_map(check_vma):
+    xs = jnp.arange(32.0).reshape(8, 4)
+    found, _ = figures(lambda w, xs: in_shard_map(w, xs, check_vma), W, xs)
     assert found == {"sum": 496, "count": 4}
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, xs: jax.grad(flagged)(w, xs[1]),
+        lambda w, xs: in_scan(w, xs, flagged),
+        lambda w, xs: in_while(w, xs, 3, flagged),
+        lambda w, xs: in_cond(w, xs, True, flagged),
+        lambda w, xs: in_jit(w, xs, flagged),
+        lambda w, xs: in_checkpoint(w, xs, flagged),
+        lambda w, xs: in_vmap(w, xs, flagged),
+        lambda w, xs: in_shard_map(w, xs, True, flagged),
+        lambda w, xs: in_shard_map(w, xs, False, flagged),
+    ],
+)
+def test_a_flag_reaches_every_part(fun):
+    @jax.jit
+    def collected(flag, w, xs):
+        return hoist.collect(jax.make_jaxpr(fun)(w, xs), [w, xs], flag)["flagged"]
+
+    xs = jnp.arange(32.0).reshape(8, 4)
+    found = collected(True, W, xs)
+    assert found["sum"] > 0 and found["count"] > 0
+    assert collected(False, W, xs) == {"sum": 0, "count": found["count"]}
+
+
+def test_a_flag_is_true_where_nothing_is_collected():
+    def step(w, x):
+        return lax.cond(hoist.flag(), lambda: jnp.sum(w * x), lambda: jnp.zeros(()))
+
+    assert step(W, XS[0]) == jax.jit(step)(W, XS[0]) == 6
 
 
 def test_marks_change_no_values():

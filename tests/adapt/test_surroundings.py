@@ -37,7 +37,7 @@ def micro_batches(i):
 
 
 def test_in_a_scan_over_micro_batches():
-    c = controller(every=4)
+    c = controller(bits=3, every=4)
     step = accumulating(c, c.jit)
     values, first = params(), None
     for i in range(7):
@@ -71,7 +71,7 @@ def test_the_variance_is_that_of_the_gradients():
 def test_sharded_over_eight_devices(explicit):
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    c = controller(every=4)
+    c = controller(bits=3, every=4)
 
     def body(values, x):
         value, grads = jact.value_and_grad(loss, policy=c)(values, x)
@@ -88,7 +88,7 @@ def test_sharded_over_eight_devices(explicit):
         for i in range(7):
             values, value = step(values, jax.device_put(batch(i, 2048), split))
     assert values[0].sharding.is_equivalent_to(replicated, 2)
-    single = controller(every=4)
+    single = controller(bits=3, every=4)
     one = single.jit(lambda values, x: jact.value_and_grad(loss, policy=single)(values, x)[::-1])
     one(params(), batch(0, 2048))
     assert c.history[0].plan == single.history[0].plan
@@ -100,7 +100,7 @@ def test_sharded_over_eight_devices(explicit):
 def test_in_shard_map(shared):
     """Each device measures its own gradient, or its part in the one of parameters they share."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    c = controller(every=4)
+    c = controller(bits=3, every=4)
 
     @c.jit
     def step(values, x):
@@ -117,7 +117,7 @@ def test_in_shard_map(shared):
         values = step(values, batch(i, 1024))
     assert c.history[0].noise is not None
     if shared:
-        whole = controller(every=4)
+        whole = controller(bits=3, every=4)
         sgd(whole)(params(), batch(0, 1024))
         expected = whole.history[0].predicted_error
         assert c.history[0].predicted_error == pytest.approx(expected, rel=0.2)
@@ -169,7 +169,7 @@ def test_a_linen_train_state():
             tx=optax.sgd(0.1),
         )
 
-    c = controller(every=4, switch_after=4)
+    c = controller(bits=3, every=4, switch_after=4)
     step, state = make(c.jit, c), start()
     keys = jax.random.split(jax.random.key(2), 4)
     for i in range(4):

@@ -49,7 +49,9 @@ for _ in range(5):
     params = step(params, batch)
 
 # What processes decide each for itself, they decide alike.
-controller = jact.Controller(bits=3, every=3, switch_after=1, policy=policy)
+controller = jact.Controller(
+    bits=5, codecs=("int8", "int4"), every=3, switch_after=1, policy=policy
+)
 
 @controller.jit
 def adaptive_step(params, x):
@@ -77,6 +79,7 @@ def train(folder: pathlib.Path, count: int) -> list[np.ndarray]:
     root = pathlib.Path(__file__).parents[2]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}",
         "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}",
     }
