@@ -68,6 +68,15 @@ def late(arrays: Sequence[Any], root: Any, key: Any) -> list[Late]:
     return [Late(functools.partial(make, x)) for x in arrays]
 
 
+def either(condition: Any, xs: Sequence[Late], ys: Sequence[Late]) -> list[Late]:
+    """The first cotangents where a condition holds, and else the second ones."""
+
+    def make(x: Late, y: Late, previous: Any) -> Any:
+        return jnp.where(condition, x.make(previous), y.make(previous))
+
+    return [Late(functools.partial(make, x, y)) for x, y in zip(xs, ys, strict=True)]
+
+
 def _is_nan(previous: Any, root: Any) -> Any:
     """One if the first number of what was computed before, or else of the root, is NaN; or zero.
 

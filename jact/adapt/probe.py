@@ -16,15 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jact import compat
-from jact.adapt import cotangents
 from jact.adapt import layout as layouts
+from jact.adapt.passes import Passes, squared_norm
 from jact.adapt.table import Layout
-from jact.adapt.taps import STORAGE, BiasTaps, RoundingAll, VarianceTaps, errs_independently
+from jact.adapt.taps import BIAS, Turn, errs_independently
 from jact.codecs import Cast, Codec, Quantize
 from jact.codecs.offload import on_device
-from jact.engine.compressed import pullback_of
-from jact.engine.instrumented import Instrument, instrumented_gradient
-from jact.engine.origins import Input
 from jact.engine.trace import Traced, split_arrays
 from jact.plan import Plan, PolicyLike
 from jact.policy import Policy
@@ -149,7 +146,7 @@ class Probe:
         """
         residuals = layouts.find(traced, self.basis)
         layout = residuals.layout(self.codecs)
-        pass_ = _Pass(traced, residuals, layout)
+        passes = Passes(traced, residuals, layout)
         num_consts = len(traced.closed.consts)
 
         @jax.custom_vjp
@@ -161,12 +158,13 @@ class Probe:
             return outs, statistics | {"gradient": jnp.float32(jnp.nan)}
 
         def probed_forward(key: Any, *values: Any) -> tuple[Any, Any]:
-            outs, gradients, statistics = self._measure(pass_, key, values)
+            gradients, statistics = self._measure(passes, key, values)
+            outs = compat.call_jaxpr(traced.closed, values[:num_consts], values[num_consts:])
             return (outs, statistics), gradients
 
         def probed_backward(gradients: Any, cotangents: Any) -> tuple[Any, ...]:
             result: list[Any] = [None] * len(traced.values)
-            for i, gradient in zip(pass_.moving, gradients, strict=True):
+            for i, gradient in zip(passes.moving, gradients, strict=True):
                 result[i] = gradient * cotangents[0][0].astype(gradient.dtype)
             return (None, *result)
 
@@ -174,68 +172,70 @@ class Probe:
         return probed(key, *traced.values)
 
     def _measure(
-        self, pass_: _Pass, key: Any, values: Sequence[Any], full: Any = None
-    ) -> tuple[list[Any], list[Any], dict[str, Any]]:
-        layout = pass_.layout
+        self, passes: Passes, key: Any, values: Sequence[Any], full: Any = None
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The gradient, flat, and the statistics; without biases where `full` is false."""
+        layout = passes.layout
         _reject_mapped(layout)
         sign_key, seed_key = jax.random.split(key)
-        # Where the probe itself is mapped, each device measures its own gradient.
-        row = compat.varying_like(jnp.zeros(len(layout.codecs), jnp.float32), values)
-        rows = dict.fromkeys(layout.names, row)
-        gradients, outs, pull = pass_.differentiate(VarianceTaps(layout), rows, values)
-        independent = jnp.zeros(layout.supported.shape, jnp.float32)
-        squared = _squared_norms(gradients)
-        for k in jax.random.split(sign_key, self._samples):
-            sums = _stack(layout, pull(cotangents.signs(k, gradients, squared)))
-            independent += sums / self._samples
+        chosen = _with_bias(layout.codecs) if self._bias and layout.names else []
+        if not chosen and self._samples == 1:
+            gradients, rows = passes.variances(sign_key, values)
+            rows = rows[None]
+        else:
+            gradients, rows = self._turns(passes, sign_key, seed_key, values, chosen, full)
+        independent = rows[: self._samples, :, : len(layout.codecs)].mean(0)
         error, bias = independent, jnp.zeros_like(independent)
         if self._bias:
-            chosen = _with_bias(layout.codecs) if layout.names else []
-            measured = self._biases(pass_, (values, gradients, seed_key), chosen, full)
+            measured = rows[self._samples + 1 :: 2, :, len(layout.codecs) :]
             error, bias = _with_biases(layout.codecs, chosen, independent, measured)
-        figures = {"error": error, "bias": bias, "independent": independent, "gradient": squared}
-        return outs, gradients, figures
+        figures = {"error": error, "bias": bias, "independent": independent}
+        return gradients, figures | {"gradient": squared_norm(gradients)}
 
-    def _biases(self, pass_: _Pass, operands: Any, codecs: list[int], full: Any) -> Any:
-        """For each of some codecs, what `_bias_of` finds; zeros where `full` is there and false."""
+    def _turns(
+        self,
+        passes: Passes,
+        sign_key: Any,
+        seed_key: Any,
+        values: Sequence[Any],
+        chosen: Sequence[int],
+        full: Any,
+    ) -> tuple[list[Any], Any]:
+        """The gradient, and of each turn the statistics, one turn after the other.
 
-        def measure(operands: Any) -> Any:
-            values, exact, key = operands
-            seeds = jax.random.bits(key, (len(codecs),), jnp.uint32)
-            if len(codecs) == 1:  # The program of one that is known has nothing of the others.
-                return self._bias_of(pass_, values, exact, codecs[0], seeds[0])[None]
-
-            def of_codec(_: None, codec_and_seed: Any) -> tuple[None, Any]:
-                return None, self._bias_of(pass_, values, exact, *codec_and_seed)
-
-            return lax.scan(of_codec, None, (jnp.array(codecs, jnp.int32), seeds))[1]
-
-        def skip(operands: Any) -> Any:
-            shape = (len(codecs), len(pass_.layout.names), 3)
-            return compat.varying_like(jnp.zeros(shape, jnp.float32), operands)
-
-        if not codecs:
-            return skip(operands)
-        return measure(operands) if full is None else lax.cond(full, measure, skip, operands)
-
-    def _bias_of(
-        self, pass_: _Pass, values: Sequence[Any], exact: Sequence[Any], codec: Any, seed: Any
-    ) -> Any:
-        """For each residual, its part in the squared bias of the gradient; see `BiasTaps`."""
-        layout = pass_.layout
-        # One pass after the other: their forward passes are the same, and XLA would make one of
-        # them, which keeps what all of them save.
-        values, exact = compat.barrier((values, exact), ())[0]
-        rounded = pass_.gradient(RoundingAll(layout, codec), seed, values)
-        change = [a - b for a, b in zip(rounded, exact, strict=True)]
-        values, change = compat.barrier((values, change), ())[0]
-        row = compat.varying_like(jnp.zeros(3, jnp.float32), values)
-        rows = dict.fromkeys(layout.names, row)
+        There is one for each sample of the variances. For each codec with a bias there are two: the
+        change of the gradient where all residuals are stored by it, and what each adds to that.
+        They are iterations of one loop, as a program with all of them takes long to compile.
+        """
+        samples, biased = self._samples, len(chosen)
+        seeds = jnp.repeat(jax.random.bits(seed_key, (biased,), jnp.uint32), 2)
         # Other noise than that of the change: what they have in common is the bias.
-        operands = (rows, seed + jnp.uint32(2))
-        gradients, _, pull = pass_.differentiate(BiasTaps(layout, codec), operands, values)
-        found, _ = pull(cotangents.late(change, _squared_norms(gradients), seed))
-        return _stack(layout, found)
+        seeds += jnp.tile(jnp.array([0, 2], jnp.uint32), biased)
+        turns = Turn(
+            jnp.array([0.0] * samples + [1.0, 0.5] * biased, jnp.float32),
+            jnp.array([0] * samples + [c for c in chosen for _ in range(2)], jnp.int32),
+            jnp.concatenate([jnp.zeros(samples, jnp.uint32), seeds]),
+        )
+        keys = jax.random.split(sign_key, samples)
+        shape = (samples + 2 * biased, len(passes.layout.names), len(passes.layout.codecs) + BIAS)
+        rows = compat.varying_like(jnp.zeros(shape, jnp.float32), values)
+        moving = [values[i] for i in passes.moving]
+        nothing = [compat.varying_like(jnp.zeros_like(x), x) for x in moving]
+        only = chosen[0] if biased == 1 else None
+
+        def take(i: Any, state: Any) -> Any:
+            exact, change, rows = state
+            turn = Turn(*(x[i] for x in turns))
+            of_variance = turn.share == 0
+            sign_key = keys[jnp.minimum(i, samples - 1)]
+            gradients, found = passes.turn(turn, only, sign_key, change, values)
+            exact = _where(of_variance, gradients, exact)
+            change = [a - b for a, b in zip(gradients, exact, strict=True)]
+            return exact, change, rows.at[i].set(found)
+
+        number = shape[0] if full is None else jnp.where(full, shape[0], samples)
+        exact, _, rows = lax.fori_loop(0, number, take, (nothing, nothing, rows))
+        return exact, rows
 
     def at(
         self, key: Any, traced: Traced, residuals: layouts.Residuals, layout: Layout, full: Any
@@ -245,9 +245,7 @@ class Probe:
         Where `full`, a bool that may be traced, is false, biases are left out, and with them most
         of the time that a probe takes: "error" and "bias" mean nothing then.
         """
-        pass_ = _Pass(traced, residuals, layout)
-        _, gradients, statistics = self._measure(pass_, key, traced.values, full)
-        return gradients, statistics
+        return self._measure(Passes(traced, residuals, layout), key, traced.values, full)
 
     def statistics(self, key: jax.Array, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
         """The statistics alone, compiled and run; arguments that are no arrays are static."""
@@ -263,53 +261,6 @@ class Probe:
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         """The function, traced at some arguments."""
         return self._function.trace(args, kwargs)
-
-
-class _Pass:
-    """The passes of one traced function, with instruments in them."""
-
-    def __init__(self, traced: Traced, residuals: layouts.Residuals, layout: Layout):
-        self.layout = layout
-        self.moving = traced.wanted
-        self._traced = traced
-        self._plan = residuals.stored_with(STORAGE)
-        min_bytes = residuals.plan.basis.min_bytes
-        self._storage = Policy(default=STORAGE, min_bytes=min_bytes, derivatives=False)
-
-    def gradient(self, instrument: Instrument, operands: Any, values: Sequence[Any]) -> list[Any]:
-        """The gradient, as a flat list."""
-        return instrumented_gradient(self._traced, self._plan, instrument, operands, values)[0]
-
-    def differentiate(
-        self, instrument: Instrument, operands: Any, values: Sequence[Any]
-    ) -> tuple[list[Any], list[Any], Callable[[Sequence[Any]], Any]]:
-        """The gradient, the results, and how the operands' cotangents follow from the gradient's.
-
-        The backward pass through the backward pass reads codes, too.
-        """
-        leaves, tree = jax.tree.flatten(operands)
-        num_operands = len(leaves)
-
-        def flat(*args: Any) -> list[Any]:
-            operands = jax.tree.unflatten(tree, args[:num_operands])
-            gradients, outs = instrumented_gradient(
-                self._traced, self._plan, instrument, operands, args[num_operands:]
-            )
-            return [*gradients, *outs]
-
-        closed: Any = jax.make_jaxpr(flat)(*leaves, *values)
-        inputs = [Input(f"constant[{i}]", wanted=False) for i in range(len(closed.consts))]
-        inputs += [Input(f"operand[{i}]") for i in range(num_operands)]
-        inputs += [Input(f"value[{i}]", wanted=False) for i in range(len(values))]
-        results, pull = pullback_of(
-            closed, [*closed.consts, *leaves, *values], inputs, len(self.moving), self._storage
-        )
-
-        def pull_operands(cotangents: Sequence[Any]) -> Any:
-            first = len(closed.consts)
-            return jax.tree.unflatten(tree, pull(cotangents)[first : first + num_operands])
-
-        return results[: len(self.moving)], results[len(self.moving) :], pull_operands
 
 
 def _with_bias(codecs: Sequence[Codec]) -> list[int]:
@@ -347,7 +298,7 @@ def _with_biases(
         codecs: the candidates.
         chosen: the positions of those whose bias was measured.
         error: `[residual, codec]`.
-        measured: `[chosen codec, residual, 3]`: see `BiasTaps`.
+        measured: `[chosen codec, residual, 3]`: see `Taps`.
 
     Returns:
         The expected squared errors and the squared biases, `[residual, codec]`.
@@ -388,11 +339,5 @@ def _reject_mapped(layout: Layout) -> None:
         )
 
 
-def _stack(layout: Layout, rows: Any) -> Any:
-    if not layout.names:
-        return jnp.zeros(layout.supported.shape, jnp.float32)
-    return jnp.stack([rows[name] for name in layout.names])
-
-
-def _squared_norms(xs: Sequence[Any]) -> Any:
-    return sum((jnp.sum(jnp.square(jnp.abs(x)).astype(jnp.float32)) for x in xs), jnp.float32(0))
+def _where(condition: Any, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
+    return [jnp.where(condition, x, y) for x, y in zip(xs, ys, strict=True)]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,35 +81,48 @@ class Rounding:
         del name, entry, code, operands
 
 
-@dataclasses.dataclass(frozen=True)
-class RoundingAll(Rounding):
-    """An instrument that stores all residuals as one codec would.
-
-    Its operand is the seed of the rounding.
+class Turn(NamedTuple):
+    """What one of a probe's passes is for.
 
     Attributes:
-        codec: the position of the codec, a traced number if more than one is to share a program.
+        share: the part of a codec's errors that is added to all residuals. Without errors the
+            variance's statistics are collected, and with half of them those of the bias.
+        codec: the position of that codec.
+        seed: of its rounding.
     """
 
+    share: Any
     codec: Any
-
-    def replace(self, name: str, entry: Saved, value: Any, operands: Any) -> Any:
-        """The value, rounded."""
-        del entry
-        if name not in self.layout.names:
-            return value
-        return round_trip(usable(self.layout, name), self.codec, value, _seed(name, operands))
+    seed: Any
 
 
-class _Taps:
-    """An instrument that adds zeros to what the backward pass reads.
+#: The numbers that `Taps` has of the bias.
+BIAS = 3
 
-    The cotangent of the zeros is the derivative of the gradient with respect to the residual, and
-    is reduced to statistics at once, which leave as the cotangent of an operand.
+
+@dataclasses.dataclass(frozen=True)
+class Taps:
+    """An instrument that adds to what the backward pass reads: zeros, or errors that a codec makes.
+
+    The cotangent of what it adds is the derivative of the gradient with respect to the residual,
+    and is reduced to statistics at once, which leave as the cotangent of an operand. Its operands
+    are, by name, a float32 array `[codec]` for each residual, and None; or `[codec + 3]`, and the
+    pass' `Turn`. The statistics are
+
+    - for each codec, the sum of the rounding's variance times the squared derivative;
+    - the product of the derivative and the error of the turn's codec. The derivative is taken
+      halfway to what the codec brings back, so that the product is the change of the gradient,
+      curvature included;
+    - the squared random part of that error, and the squared error, both summed over the elements
+      (zero if the errors are known to be independent).
+
+    Attributes:
+        layout: the residuals.
+        codec: the codec of all turns, where there is one.
     """
 
-    def __init__(self, layout: Layout):
-        self._layout = layout
+    layout: Layout
+    codec: int | None = None
 
     def replace(self, name: str, entry: Saved, value: Any, operands: Any) -> Any:
         """The value itself."""
@@ -119,78 +131,72 @@ class _Taps:
 
     def deviates(self, name: str) -> bool:
         """Whether it is a residual of the layout."""
-        return name in self._layout.names
-
-
-class VarianceTaps(_Taps):
-    """For each codec, the sum of the rounding's variance times the squared derivative.
-
-    Its operands are a float32 array `[codec]` for each residual, by name.
-    """
+        return name in self.layout.names
 
     def deviate(self, name: str, entry: Saved, code: Any, operands: Any) -> Any:
-        """Zeros that catch the derivative."""
-        codecs, aval = usable(self._layout, name), entry.value.aval
-
-        def statistics(code: Any, derivative: Any) -> Any:
-            x = _dithered(entry, code)
-            squared = jnp.square(derivative.astype(jnp.float32))
-            sums: list[Any] = []
-            for _, alike in itertools.groupby(codecs, _grouping):
-                sums += [jnp.sum(codec.variance(x) * squared) for codec in alike]
-                # One kind after the other, as each takes some arrays of the residual's size. Those
-                # that share their groups share the reading, too.
-                (x, squared), sums = lax.optimization_barrier(((x, squared), sums))
-            return jnp.stack(sums)
-
-        return _tap(aval, statistics)(code, operands[name])
-
-
-class BiasTaps(_Taps):
-    """For one codec, the product of the derivative and an error that the codec makes.
-
-    The derivative is taken halfway to what the codec brings back, so that the product is the change
-    of the gradient, curvature included. Its operands are a float32 array `[3]` for each residual,
-    by name, for the product, the squared random part of the error and the squared error, the last
-    two summed over the elements (zero for a codec whose errors are independent); and the seed of
-    the rounding.
-    """
-
-    def __init__(self, layout: Layout, codec: Any):
-        """Takes the position of the codec, a traced number if some are to share a program."""
-        super().__init__(layout)
-        self._codec = codec
-
-    def deviate(self, name: str, entry: Saved, code: Any, operands: Any) -> Any:
-        """Half the error, which catches the derivative."""
-        rows, seed = operands
-        codecs, aval = usable(self._layout, name), entry.value.aval
-        fixed = self._codec if isinstance(self._codec, int) else None
-        alone = fixed is not None and errs_independently(codecs[fixed])
+        """What is added, and catches the derivative."""
+        rows, turn = operands
+        codecs, aval = usable(self.layout, name), entry.value.aval
+        if turn is None:
+            return _tap(aval, lambda code, d: _variances(codecs, entry, code, d))(code, rows[name])
 
         def statistics(residuals: Any, derivative: Any) -> Any:
-            code, traced, seed = residuals
-            codec = traced if fixed is None else fixed
-            x = _decoded(entry, code)
-            first = round_trip(codecs, codec, x, _seed(name, seed)).astype(jnp.float32)
-            error = first - x.astype(jnp.float32)
-            moved = jnp.sum(error * derivative.astype(jnp.float32))
-            if alone:
-                return jnp.stack([moved, jnp.zeros_like(moved), jnp.zeros_like(moved)])
-            second = round_trip(codecs, codec, x, _seed(name, seed + jnp.uint32(1)))
-            random = jnp.sum(jnp.square(first - second.astype(jnp.float32))) / 2
-            return jnp.stack([moved, random, jnp.sum(jnp.square(error))])
+            code, turn = residuals
 
+            def of_variance(_: Any) -> Any:
+                sums = _variances(codecs, entry, code, derivative)
+                return jnp.concatenate([sums, jnp.zeros_like(sums, shape=BIAS)])
+
+            def of_bias(_: Any) -> Any:
+                sums = self._bias(name, entry, codecs, code, turn, derivative)
+                return jnp.concatenate([jnp.zeros_like(sums, shape=len(codecs)), sums])
+
+            return lax.cond(turn.share == 0, of_variance, of_bias, None)
+
+        def error(x: Any) -> Any:
+            rounded = round_trip(codecs, self._codec(turn), x, _seed(name, turn.seed))
+            return (rounded - x) * turn.share.astype(x.dtype)
+
+        added = lax.cond(turn.share == 0, jnp.zeros_like, error, _decoded(entry, code))
+        return _tap(aval, statistics)((code, turn), rows[name]) + added
+
+    def _codec(self, turn: Turn) -> Any:
+        return turn.codec if self.codec is None else self.codec
+
+    def _bias(
+        self, name: str, entry: Saved, codecs: Any, code: Any, turn: Turn, derivative: Any
+    ) -> Any:
         x = _decoded(entry, code)
-        d = round_trip(codecs, self._codec, x, _seed(name, seed)) - x
-        traced = self._codec if fixed is None else None
-        zeros = _tap(aval, statistics)((code, traced, seed), rows[name])
-        return zeros + d * jnp.asarray(0.5, d.dtype)
+
+        def rounded(draw: int) -> Any:
+            seed = _seed(name, turn.seed + jnp.uint32(draw))
+            return round_trip(codecs, self._codec(turn), x, seed).astype(jnp.float32)
+
+        first = rounded(0)
+        error = first - x.astype(jnp.float32)
+        moved = jnp.sum(error * derivative.astype(jnp.float32))
+        if self.codec is not None and errs_independently(codecs[self.codec]):
+            return jnp.stack([moved, jnp.zeros_like(moved), jnp.zeros_like(moved)])
+        random = jnp.sum(jnp.square(first - rounded(1))) / 2
+        return jnp.stack([moved, random, jnp.sum(jnp.square(error))])
 
 
-def _grouping(codec: Codec) -> Codec:
-    """What quantizers have in common whose ranges are those of the same groups."""
-    return dataclasses.replace(codec, bits=8) if isinstance(codec, Quantize) else codec
+def _variances(codecs: Sequence[Codec], entry: Saved, code: Any, derivative: Any) -> Any:
+    x = _dithered(entry, code)
+    squared = jnp.square(derivative.astype(jnp.float32))
+    sums: list[Any] = []
+    for codec in codecs:
+        sums.append(jnp.sum(codec.variance(x) * squared))
+        x = lax.platform_dependent(x, sums[-1], cpu=_after, default=lambda x, _: x)
+    return jnp.stack(sums)
+
+
+def _after(x: Any, total: Any) -> Any:
+    """An array, once a sum is there: on a CPU each sum takes several arrays of the array's size.
+
+    What it is made to depend on is whether the sum is NaN, which it is if the array is.
+    """
+    return jnp.where(jnp.isnan(total), total, x)
 
 
 def _tap(aval: Any, statistics: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
