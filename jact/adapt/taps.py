@@ -185,8 +185,16 @@ def _variances(codecs: Sequence[Codec], entry: Saved, code: Any, derivative: Any
     x = _dithered(entry, code)
     squared = jnp.square(derivative.astype(jnp.float32))
     sums: list[Any] = []
+    ends: dict[Any, Any] = {}
     for codec in codecs:
-        sums.append(jnp.sum(codec.variance(x) * squared))
+        if isinstance(codec, Quantize):
+            groups = codec.group_size, codec.axis
+            if groups not in ends:
+                ends[groups] = codec.ends(x)
+            variance = codec.variance(x, ends[groups])
+        else:
+            variance = codec.variance(x)
+        sums.append(jnp.sum(variance * squared))
         x = lax.platform_dependent(x, sums[-1], cpu=_after, default=lambda x, _: x)
     return jnp.stack(sums)
 

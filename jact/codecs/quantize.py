@@ -99,11 +99,20 @@ class Quantize:
         del dtype
         return kernels.quantized_nbytes(shape, bits=self.bits, **self._layout)
 
-    def variance(self, x: jax.Array) -> jax.Array:
-        """The expected squared error: with `zero_edge` or to the nearest, bias included."""
+    def variance(self, x: jax.Array, ends: tuple[jax.Array, jax.Array] | None = None) -> jax.Array:
+        """The expected squared error: with `zero_edge` or to the nearest, bias included.
+
+        Args:
+          x: the array.
+          ends: what `ends` finds of it, where that is known.
+        """
         return kernels.rounding_variance(
-            x, bits=self.bits, stochastic=self.stochastic, **self._layout
+            x, bits=self.bits, stochastic=self.stochastic, ends=ends, **self._layout
         )
+
+    def ends(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The least and greatest element of each group; codecs of the same groups find the same."""
+        return kernels.group_ends(x, group_size=self.group_size, axis=self.axis)
 
     def for_unlike_channels(self, shape: tuple[int, ...]) -> Self:
         """The codec for values whose channels may lie far apart, as those before BatchNorm.

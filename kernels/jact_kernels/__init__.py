@@ -5,7 +5,13 @@ from jact_kernels.grouping import Groups, plan_groups
 from jact_kernels.implementations import use_implementation
 from jact_kernels.mask import mask_nbytes, pack_mask, unpack_mask
 from jact_kernels.pool import average_pool, pooled_shape, repeat_windows
-from jact_kernels.quantize import dequantize, quantize, quantized_nbytes, rounding_variance
+from jact_kernels.quantize import (
+    dequantize,
+    group_ends,
+    quantize,
+    quantized_nbytes,
+    rounding_variance,
+)
 
 __all__ = [
     "Explanation",
@@ -13,6 +19,7 @@ __all__ = [
     "average_pool",
     "dequantize",
     "explain",
+    "group_ends",
     "mask_nbytes",
     "pack_mask",
     "plan_groups",

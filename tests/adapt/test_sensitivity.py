@@ -163,25 +163,36 @@ def test_functions(name: str) -> None:
     np.testing.assert_allclose(local.error[:, 1], exact.error[:, 1], rtol=0.5)
 
 
-def test_memory_grows_slower_with_depth_than_plain_jax() -> None:
-    """Where plain JAX does not fit, a probe does: it goes from layer to layer, and reads codes."""
+def blocks(params: Any, x: jax.Array) -> jax.Array:
+    for up, down in params:
+        x = x + jax.nn.gelu(x @ up) @ down
+    return jnp.mean(x**2)
 
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        for up, down in params:
-            x = x + jax.nn.gelu(x @ up) @ down
-        return jnp.mean(x**2)
 
-    def growth(fun: Any, *first: Any) -> int:
-        """What four more layers take."""
-        x = jax.ShapeDtypeStruct((4, 128, 64), jnp.float32)
-        layer = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 256), (256, 64))]
-        few, many = (jact.memory.peak(fun, *first, [layer] * n, x) for n in (2, 6))
-        return many - few
+def peak_of_blocks(fun: Any, number: int, *first: Any) -> int:
+    x = jax.ShapeDtypeStruct((4, 128, 64), jnp.float32)
+    layer = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 256), (256, 64))]
+    return jact.memory.peak(fun, *first, [layer] * number, x)
 
+
+def peak_of_probe(number: int, codecs: list[str], bias: bool = True) -> int:
     def probe(key: jax.Array, *args: Any) -> Any:
-        return Probe(loss, ["int4"])(key, *args)[2]
+        return Probe(blocks, codecs, bias=bias)(key, *args)[2]
 
-    assert growth(probe, jax.eval_shape(lambda: KEY)) < 0.42 * growth(jax.value_and_grad(loss))
+    return peak_of_blocks(probe, number, jax.eval_shape(lambda: KEY))
+
+
+@pytest.mark.parametrize(("codecs", "part"), [(["int4"], 0.42), (["int4", "int2"], 0.75)])
+def test_memory_grows_slower_with_depth_than_plain_jax(codecs: list[str], part: float) -> None:
+    """Where plain JAX does not fit, a probe does: it goes from layer to layer, and reads codes."""
+    few, many = (peak_of_probe(n, codecs) for n in (2, 6))
+    plain_few, plain_many = (peak_of_blocks(jax.value_and_grad(blocks), n) for n in (2, 6))
+    assert many - few < part * (plain_many - plain_few)
+
+
+def test_memory_does_not_depend_on_the_number_of_candidates() -> None:
+    one = peak_of_probe(2, ["int4"], bias=False)
+    assert peak_of_probe(2, ["int8", "int6", "int5", "int4", "int3"], bias=False) < 1.1 * one
 
 
 # Nothing is touched, and what comes out is the plain function's.

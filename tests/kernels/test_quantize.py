@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jact_kernels import dequantize, plan_groups, quantize, quantized_nbytes, rounding_variance
+from jact_kernels import (
+    dequantize,
+    group_ends,
+    plan_groups,
+    quantize,
+    quantized_nbytes,
+    rounding_variance,
+)
 
 BITS = (1, 2, 4, 7, 8)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -52,6 +59,23 @@ def draws(x: jax.Array, bits: int, count: int) -> jax.Array:
 
 
 variance_of = jax.jit(rounding_variance, static_argnames=("bits", "group_size", "stochastic"))
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((8, 128), None), ((8, 48, 3), 1), ((5,), None)])
+def test_variance_within_known_ends(shape: tuple[int, ...], axis: int | None) -> None:
+    x = normal(shape, "bfloat16")
+    layout: dict[str, Any] = {"group_size": 16, "axis": axis}
+    low, high = group_ends(x, **layout)
+    groups = plan_groups(shape, **layout)
+    assert groups is not None and low.shape == high.shape == groups.grid_shape
+    np.testing.assert_array_equal(low.min(), x.min().astype(jnp.float32))
+    np.testing.assert_array_equal(high.max(), x.max().astype(jnp.float32))
+    for bits in (2, 8):
+        expected = rounding_variance(x, bits=bits, **layout)
+        known = rounding_variance(x, bits=bits, **layout, ends=(low, high))
+        np.testing.assert_array_equal(known, expected)
+        wider = rounding_variance(x, bits=bits, **layout, ends=(low - 4, high + 4))
+        assert wider.mean() > expected.mean()
 
 
 @pytest.mark.parametrize("bits", BITS)

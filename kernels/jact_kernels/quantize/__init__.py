@@ -2,9 +2,10 @@
 
 from jact_kernels.quantize.api import (
     dequantize,
+    group_ends,
     quantize,
     quantized_nbytes,
     rounding_variance,
 )
 
-__all__ = ["dequantize", "quantize", "quantized_nbytes", "rounding_variance"]
+__all__ = ["dequantize", "group_ends", "quantize", "quantized_nbytes", "rounding_variance"]

@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jact_kernels import implementations, packing
-from jact_kernels.grouping import plan_groups
+from jact_kernels.grouping import Groups, plan_groups
 from jact_kernels.noise import Seed
 from jact_kernels.quantize import reference
 from jact_kernels.quantize.ranges import STORAGES, Scheme
@@ -169,6 +169,7 @@ def rounding_variance(
     stochastic: bool = True,
     zero_edge: bool = False,
     ranges: str = "bfloat16",
+    ends: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """The squared error that `quantize` is expected to make in each element.
 
@@ -184,6 +185,7 @@ def rounding_variance(
       stochastic: as for `quantize`.
       zero_edge: as for `quantize`.
       ranges: as for `quantize`.
+      ends: what `group_ends` finds, where it is known: it is the same for all `bits`.
 
     Returns:
       A float32 array of the shape of `x`; NaN in groups with a NaN or an infinity.
@@ -200,7 +202,37 @@ def rounding_variance(
     """
     _check_float(x.dtype)
     scheme = _scheme(x.shape, bits, group_size, axis, stochastic, zero_edge, ranges)
-    return reference.rounding_variance(x, scheme=scheme)
+    return reference.rounding_variance(x, scheme=scheme, known_ends=ends)
+
+
+def group_ends(
+    x: jax.Array, *, group_size: int = 64, axis: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The least and the greatest element of each group.
+
+    Args:
+      x: the array, as for `quantize`.
+      group_size: as for `quantize`.
+      axis: as for `quantize`.
+
+    Returns:
+      Two float32 arrays in the `grid_shape` of `plan_groups`. Where a group holds a NaN or an
+      infinity one of its ends is no finite number.
+
+    Raises:
+      ValueError: the shape cannot be grouped.
+      TypeError: the dtype of `x` is not a supported one.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jact_kernels import group_ends
+      >>> low, high = group_ends(jnp.array([0.0, 0.25, 0.5, 1.0]))
+      >>> low.tolist(), high.tolist()
+      ([0.0], [1.0])
+    """
+    _check_float(x.dtype)
+    groups = _groups(x.shape, group_size, axis)
+    return reference.ends(x.reshape(groups.split_shape), groups)
 
 
 def quantized_nbytes(
@@ -256,6 +288,13 @@ def _scheme(
         raise ValueError(f"ranges must be one of {STORAGES}, got {ranges!r}")
     if zero_edge and ranges == "float32":
         raise ValueError('with zero_edge a low end needs no 32 bits, got ranges="float32"')
+    groups = _groups(shape, group_size, axis)
+    return Scheme(
+        groups=groups, bits=bits, stochastic=stochastic, zero_edge=zero_edge, storage=ranges
+    )
+
+
+def _groups(shape: tuple[int, ...], group_size: int, axis: int | None) -> Groups:
     groups = plan_groups(shape, group_size, axis)
     if groups is None:
         along = "" if axis is None else f" along axis {axis}"
@@ -264,9 +303,7 @@ def _scheme(
             f"{along}; it takes at least one axis besides a batch and at least four elements in a "
             "group"
         )
-    return Scheme(
-        groups=groups, bits=bits, stochastic=stochastic, zero_edge=zero_edge, storage=ranges
-    )
+    return groups
 
 
 def _check_float(dtype: DTypeLike) -> None:

@@ -39,7 +39,7 @@ def quantize(x: jax.Array, *, scheme: Scheme, seed: noise.Seed) -> tuple[jax.Arr
     """Quantises `x`; see `jact_kernels.quantize`."""
     groups = scheme.groups
     x = x.reshape(groups.split_shape)
-    stored, group = _ranges(x, scheme)
+    stored, group = ranges.measure(*ends(x, groups), scheme)
     x = x.astype(jnp.float32)
     key = noise.group_key(seed, ranges.key_bits(group, scheme))
     # Without the barrier, a compiler fuses what is computed once per group into the loop over its
@@ -69,13 +69,16 @@ def dequantize(*code: jax.Array, scheme: Scheme, dtype: DTypeLike) -> jax.Array:
     return value(codes, half_low, half_step, dtype).reshape(groups.shape)
 
 
-def rounding_variance(x: jax.Array, *, scheme: Scheme) -> jax.Array:
+def rounding_variance(
+    x: jax.Array, *, scheme: Scheme, known_ends: tuple[jax.Array, jax.Array] | None = None
+) -> jax.Array:
     """The expected squared error per element; see `jact_kernels.rounding_variance`."""
     groups = scheme.groups
     x = x.astype(jnp.float32).reshape(groups.split_shape)
-    _, group = _ranges(x, scheme)
-    ends = (None if end is None else lax.expand_dims(end, groups.axes) for end in group)
-    low, step, twice_zero = ends
+    _, group = ranges.measure(*(known_ends or ends(x, groups)), scheme)
+    low, step, twice_zero = (
+        None if entry is None else lax.expand_dims(entry, groups.axes) for entry in group
+    )
     assert low is not None and step is not None
     half_low, inverse = scale(Range(low, step))
     # Nothing is lost where there is one code only.
@@ -149,8 +152,14 @@ def clamp(codes: jax.Array, x: jax.Array, levels: int, twice_zero: jax.Array | N
     return lax.clamp(least, codes, greatest)
 
 
-def _ranges(x: jax.Array, scheme: Scheme) -> tuple[ranges.Stored, Range]:
-    axes = scheme.groups.axes
+def ends(x: jax.Array, groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """The least and the greatest element of each group, float32; infinite or NaN where one is.
+
+    Args:
+      x: the array, in `groups.split_shape`.
+      groups: which elements share a range.
+    """
+    axes = groups.axes
 
     def together(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         infinity = jnp.asarray(jnp.inf, x.dtype)
@@ -174,8 +183,7 @@ def _ranges(x: jax.Array, scheme: Scheme) -> tuple[ranges.Stored, Range]:
     # The ends are converted rather than the elements, which is the same: else XLA writes the codes
     # of 16-bit arrays transposed on a GPU, and turns them in a kernel of its own. The barrier keeps
     # a compiler from reducing the groups anew for each reader of their ends.
-    low, high = lax.optimization_barrier((low.astype(jnp.float32), high.astype(jnp.float32)))
-    return ranges.measure(low, high, scheme)
+    return lax.optimization_barrier((low.astype(jnp.float32), high.astype(jnp.float32)))
 
 
 def nan_to_infinity(x: jax.Array) -> jax.Array:
