@@ -187,6 +187,7 @@ class Probe:
         independent = rows[: self._samples, :, : len(layout.codecs)].mean(0)
         error, bias = independent, jnp.zeros_like(independent)
         if self._bias:
+            # Every second turn after those of the variances.
             measured = rows[self._samples + 1 :: 2, :, len(layout.codecs) :]
             error, bias = _with_biases(layout.codecs, chosen, independent, measured)
         figures = {"error": error, "bias": bias, "independent": independent}

@@ -19,7 +19,8 @@ def curved(params, x):
 
 
 def curved_controller():
-    return controller(bits=3, every=2, switch_after=1, policy=jact.Policy(derivatives=False))
+    policy = jact.Policy(derivatives=False)
+    return controller(bits=3, codecs=("int8", "int2"), every=2, switch_after=1, policy=policy)
 
 
 def curved_step(c, **options):
@@ -90,9 +91,7 @@ def test_a_resumed_run_knows_them(probes):
     ("options", "told"),
     [
         ({"in_shardings": None}, False),
-        ({"in_shardings": (None, None)}, False),
         ({"in_shardings": (None, None), "static_argnums": 2}, True),
-        ({"static_argnums": 2}, False),
     ],
 )
 def test_with_the_options_of_jit(probes, options, told):
@@ -102,7 +101,7 @@ def test_with_the_options_of_jit(probes, options, told):
     def step(params, x, scale=1.0):
         return jax.tree.map(lambda g: g * scale, jact.grad(curved, policy=c)(params, x))
 
-    scale = (2.0,) if "static_argnums" in options else ()
+    scale = (2.0,) if told else ()
     args = params((1, 1)), batch(0, rows=1 << 10)
     for i in range(4):
         # After the first steps, which are traced with what NumPy holds.

@@ -404,7 +404,7 @@ class TestBatchSizes:
         [([256, 100, 1] * 4, in_a_loop), ([1, 100, 256] * 4, loss), ([256] * 5 + [20], loss)],
     )
     def test_alternate(self, sizes, fun, caplog):
-        c = controller(bits=6, every=5, switch_after=1)
+        c = controller(bits=6, codecs=("int8", "int6", "int4"), every=5, switch_after=1)
         for got, expected in zip(*self.run(c, sizes, fun), strict=True):
             for a, b in zip(got, expected, strict=True):
                 assert jnp.linalg.norm(a - b) < 0.4 * jnp.linalg.norm(b)
@@ -431,7 +431,7 @@ class TestBatchSizes:
         assert steps[:3] == [0, 1, 8] and len(steps) > 3
 
     def test_a_plan_keeps_what_it_says_of_larger_ones(self):
-        c = controller(bits=8, every=4, switch_after=1, min_gain=0.0)
+        c = controller(bits=8, codecs=("int8", "int4"), every=4, switch_after=1)
         self.run(c, [256, 256] + [8] * 12)
         assert c.history[-1].step > 8
         assert set(c.plan.bits) == set(c.history[0].plan.bits)
